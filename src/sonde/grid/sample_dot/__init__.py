@@ -1,0 +1,3 @@
+from .api import sample_dot
+
+__all__ = ["sample_dot"]

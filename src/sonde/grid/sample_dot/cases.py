@@ -1,0 +1,38 @@
+"""Labelled inputs of ``sample_dot``: one list feeds tests, benchmarks, the tuner and the tables of the documentation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+
+SMALL = _cases.SMALL
+BENCH = _cases.EPIPOLAR
+
+
+def make(octaves: int = 0, **sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Arguments of ``sample_dot``."""
+    made = _cases.epipolar(octaves=octaves, **sizes)
+    return made["images"], made["samples"], made["queries"], made["depths"], octaves
+
+
+def eager(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int) -> Tensor:
+    """What a user of plain PyTorch writes."""
+    values = _cases.grid_sample(images, samples)
+    plain, encoded = values.split([queries.shape[3], 2 * num_octaves], 1)
+    out = torch.einsum("bhqc,bcqd->bhqd", queries, plain)
+    if num_octaves:
+        phase = 2 * math.pi * 2.0 ** torch.arange(num_octaves, device=depths.device, dtype=depths.dtype) * depths[..., None]
+        waves = torch.stack([phase.sin(), phase.cos()], -1).flatten(-2)
+        out = out + torch.einsum("bqdc,bcqd->bqd", waves, encoded)[:, None]
+    return out
+
+
+def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:
+    """Elements that must move at least once, and bilinear taps (samples times channels)."""
+    channels = C + 2 * octaves
+    read = B * (channels * H * W + Q * D * (2 + (octaves > 0)) + heads * Q * C)
+    return dict(read=read, written=B * heads * Q * D, taps=B * Q * D * channels)

@@ -1,0 +1,3 @@
+from .api import sample_sum
+
+__all__ = ["sample_sum"]

@@ -1,0 +1,28 @@
+"""Labelled inputs of ``sample_sum``: one list feeds tests, benchmarks, the tuner and the tables of the documentation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+
+SMALL = _cases.SMALL
+BENCH = _cases.EPIPOLAR
+
+
+def make(**sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of ``sample_sum``."""
+    made = _cases.epipolar(**sizes)
+    return made["images"], made["samples"], made["weights"]
+
+
+def eager(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
+    """What a user of plain PyTorch writes."""
+    return torch.einsum("bhqd,bcqd->bhqc", weights, _cases.grid_sample(images, samples))
+
+
+def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:
+    """Elements that must move at least once, and bilinear taps (samples times channels)."""
+    C += 2 * octaves
+    return dict(read=B * (C * H * W + Q * D * (2 + heads)), written=B * heads * Q * C, taps=B * Q * D * C)

@@ -1,0 +1,1 @@
+"""What an operator is: one registration, one selector, one way to run kernels on each device."""

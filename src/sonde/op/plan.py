@@ -1,0 +1,144 @@
+"""Which implementation and which kernels run: one selector, asked by the call itself and by :func:`explain`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "triton", "numba", "reference"]
+HAS_TRITON = find_spec("triton") is not None
+HAS_NUMBA = find_spec("numba") is not None
+
+
+def choose(name: str, impl: str, tensor: Tensor) -> str:
+    """``"auto"`` takes what is fastest and installed; an explicit request is met or refused, never replaced."""
+    kind = tensor.device.type
+    if impl == "auto":
+        if kind == "cuda" and HAS_TRITON:
+            return "triton"
+        return "numba" if kind == "cpu" and HAS_NUMBA else "reference"
+    reason = refusal(impl, kind)
+    if reason:
+        raise ValueError(f"{name}: impl={impl!r} {reason}")
+    return impl
+
+
+def refusal(impl: str, kind: str) -> str | None:
+    """Why `impl` cannot run on devices of this kind, and what to do about it; None if it can."""
+    if impl not in get_args(Impl):
+        return f"must be one of {', '.join(map(repr, get_args(Impl)))}"
+    if impl == "triton" and not HAS_TRITON:
+        return "needs triton, which is not installed; install it or use impl='auto'"
+    if impl == "numba" and not HAS_NUMBA:
+        return "needs numba, which is not installed; install it or use impl='auto'"
+    if impl == "triton" and kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"needs GPU tensors, got {kind}; move them with .cuda() or use impl='auto'"
+    if impl == "numba" and kind != "cpu":
+        return f"needs CPU tensors, got {kind}; move them with .cpu() or use impl='auto'"
+    return None
+
+
+class Determinism(Enum):
+    """What a kernel promises of its bits."""
+
+    NONE = "none"
+    RUN_TO_RUN = "run to run"  # the same bits for the same call
+    BATCH_INVARIANT = "batch invariant"  # and row b's bits depend neither on B nor on other rows
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: what it writes, in what it accumulates, what it promises."""
+
+    name: str
+    writes: tuple[str, ...]
+    accumulator: torch.dtype
+    determinism: Determinism
+    workspace: int = 0  # bytes beyond inputs and results
+    phase: Literal["forward", "backward"] = "forward"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one operator call launches, in order; ``str()`` of it is a table."""
+
+    operator: str
+    impl: str
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def determinism(self) -> Determinism:
+        """What the weakest kernel promises."""
+        order = list(Determinism)
+        return min((k.determinism for k in self.kernels), key=order.index, default=Determinism.BATCH_INVARIANT)
+
+    @property
+    def workspace(self) -> int:
+        """The most bytes in use at one time beyond inputs and results."""
+        return max((k.workspace for k in self.kernels), default=0)
+
+    def __str__(self) -> str:
+        head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace")
+        rows = [
+            (k.phase, k.name, ", ".join(k.writes), str(k.accumulator).removeprefix("torch."), k.determinism.value, f"{k.workspace:,} B")
+            for k in self.kernels
+        ]
+        width = [max(map(len, column)) for column in zip(head, *rows)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in (head, *rows)]
+        return "\n".join([f"{self.operator}, {self.impl}", *(f"  {line}" for line in lines)])
+
+
+_plans: ContextVar[list[Plan] | None] = ContextVar("sonde_plans", default=None)
+
+
+def recording() -> bool:
+    return _plans.get() is not None
+
+
+def record(name: str, impl: str, kernels: Any, args: Sequence, wanted: Sequence[int], deterministic: bool) -> None:
+    """Note what a call would launch; the kernels' own module says it, from the choices that the launch makes as well."""
+    grad = torch.is_grad_enabled()
+    needs = [grad and isinstance(args[i], Tensor) and args[i].requires_grad for i in wanted]
+    found = kernels.plan(*args, needs=needs, deterministic=deterministic) if kernels else [_reference(args)]
+    plans = _plans.get()
+    assert plans is not None
+    plans.append(Plan(name, impl, tuple(found)))
+
+
+def explain(function: Callable, *args, **kwargs) -> Plan:
+    """What ``function(*args, **kwargs)`` would launch, for its value and for the gradients that its arguments ask for.
+
+    Nothing is launched. Arguments may be meta tensors.
+
+    Example:
+        >>> import torch, sonde
+        >>> images, samples = torch.randn(1, 8, 4, 4), torch.zeros(1, 5, 3, 2)
+        >>> plan = sonde.explain(sonde.sample_sum, images, samples, torch.ones(1, 2, 5, 3))
+        >>> plan.determinism.name
+        'BATCH_INVARIANT'
+    """
+    token = _plans.set([])
+    try:
+        function(*args, **kwargs)
+        plans = _plans.get()
+    finally:
+        _plans.reset(token)
+    if not plans:
+        raise ValueError(f"explain: {getattr(function, '__name__', function)!r} calls no operator of sonde")
+    if len(plans) == 1:
+        return plans[0]
+    kernels = tuple(replace(k, name=f"{p.operator}: {k.name}") for p in plans for k in p.kernels)
+    return Plan(", ".join(p.operator for p in plans), plans[0].impl, kernels)
+
+
+def _reference(args: Sequence) -> Kernel:
+    wide = torch.float64 if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args) else torch.float32
+    return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)
