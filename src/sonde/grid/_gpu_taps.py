@@ -1,0 +1,106 @@
+"""Device code of bilinear sampling: where a sample falls, what it reads, how it interpolates.
+
+Every function works on tensors that broadcast against each other. A tile of channels has two dimensions, ``[LANES, VEC]``, so
+that one thread holds VEC neighbouring channels (one 16-byte access) and neighbouring threads hold neighbouring channels.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+# Taylor's coefficients of sin 2πr in powers of r²; seven serve float32, eleven float64
+SIN = tl.constexpr(tuple((-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(11)))
+TURN = tl.constexpr(2 * math.pi)
+
+
+@triton.jit
+def position(u, size):
+    """Pixel coordinate of `u` in [−1, 1], each operation rounded, as the reference does it.
+
+    The minimum turns NaN and what is huge into something that is merely outside. It also keeps the product apart from
+    the subtraction: fused, they would round once instead of twice, and the last bit decides on which side of a pixel's
+    edge a sample lies.
+    """
+    return (tl.minimum((u + 1) * size, 1e30) - 1) * 0.5
+
+
+@triton.jit
+def cell(x, y, H, W, OFFSET: tl.constexpr):
+    """→ whether a sample sees any pixel, the corner (y0, x0) of its cell, and its place (fy, fx) in the cell."""
+    live = (x >= -1) & (x < W) & (y >= -1) & (y < H)
+    x, y = tl.where(live, x, 0), tl.where(live, y, 0)
+    x0, y0 = tl.floor(x), tl.floor(y)
+    return live, y0.to(OFFSET), x0.to(OFFSET), y - y0, x - x0
+
+
+@triton.jit
+def locate(samples, index, in_range, H, W, ACC: tl.constexpr, OFFSET: tl.constexpr):
+    """The cell of each sample; `index` counts samples, of which (x, y) are neighbours in memory."""
+    x = tl.load(samples + 2 * index, mask=in_range, other=float("nan")).to(ACC)
+    y = tl.load(samples + 2 * index + 1, mask=in_range, other=float("nan")).to(ACC)
+    return cell(position(x, W), position(y, H), H, W, OFFSET)
+
+
+@triton.jit
+def edges(live, y0, x0, H, W):
+    """Which of a cell's four corners are pixels of the image."""
+    left, right = live & (x0 >= 0), live & (x0 + 1 < W)
+    top, bottom = y0 >= 0, y0 + 1 < H
+    return left & top, right & top, left & bottom, right & bottom
+
+
+@triton.jit
+def corners(image, row, k00, k01, k10, k11, c, in_c, W, C: tl.constexpr, ACC: tl.constexpr):
+    """The four pixels of each sample's cell, zero where there is none; `image` is channels-last, `row` the pixel (y0, x0)."""
+    p = image + row * C + c
+    v00 = tl.load(p, mask=k00 & in_c, other=0).to(ACC)
+    v01 = tl.load(p + C, mask=k01 & in_c, other=0).to(ACC)
+    v10 = tl.load(p + W * C, mask=k10 & in_c, other=0).to(ACC)
+    v11 = tl.load(p + (W * C + C), mask=k11 & in_c, other=0).to(ACC)
+    return v00, v01, v10, v11
+
+
+@triton.jit
+def scatter(image, value, fy, fx, row, k00, k01, k10, k11, c, in_c, W, C: tl.constexpr):
+    """Add `value` to the four pixels of each sample's cell, in proportion; the order of the additions is anyone's guess."""
+    p = image + row * C + c
+    bottom = fy * value
+    top = value - bottom
+    tl.atomic_add(p, top - fx * top, mask=k00 & in_c, sem="relaxed")
+    tl.atomic_add(p + C, fx * top, mask=k01 & in_c, sem="relaxed")
+    tl.atomic_add(p + W * C, bottom - fx * bottom, mask=k10 & in_c, sem="relaxed")
+    tl.atomic_add(p + (W * C + C), fx * bottom, mask=k11 & in_c, sem="relaxed")
+
+
+@triton.jit
+def interpolate(v00, v01, v10, v11, fy, fx):
+    """→ the value and its derivatives by y and x; differences first, so that a constant stays constant."""
+    dx_top, dx_bottom = v01 - v00, v11 - v10
+    top = v00 + fx * dx_top
+    dy = v10 + fx * dx_bottom - top
+    return top + fy * dy, dy, dx_top + fy * (dx_bottom - dx_top)
+
+
+@triton.jit
+def octave(depth, f):
+    """→ (2^f·depth reduced to [−½, ½] turns, 2^f); both exact, the power being made from its exponent bits."""
+    power = ((f + 127) << 23).to(tl.float32, bitcast=True).to(depth.dtype)
+    t = power * depth
+    return t - tl.floor(t + 0.5), power
+
+
+@triton.jit
+def wave(r, cosine):
+    """sin 2πr, or cos 2πr where `cosine`, for r in [−½, ½].
+
+    Folded into a quarter turn, where a polynomial is as good as the library's sine, which keeps a slow path for large
+    arguments on the stack.
+    """
+    a = tl.abs(r)
+    r = tl.where(cosine, 0.25 - a, tl.where(a > 0.25, tl.where(r < 0, a - 0.5, 0.5 - a), r))
+    z = r * r
+    s = SIN[6] + tl.zeros_like(z)
+    if r.dtype == tl.float64:
+        s = (((SIN[10] * z + SIN[9]) * z + SIN[8]) * z + SIN[7]) * z + SIN[6]
+    return ((((((s * z + SIN[5]) * z + SIN[4]) * z + SIN[3]) * z + SIN[2]) * z + SIN[1]) * z + SIN[0]) * r

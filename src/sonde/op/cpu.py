@@ -1,0 +1,73 @@
+"""How CPU kernels are compiled and run: Numba functions of ``(start, stop, …)`` without the GIL, on torch's threads.
+
+Numba's own ``prange`` is not used: its thread layers abort the process when two threads enter at once or after a fork, and it
+makes kernels ten times slower to compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import numba
+import torch
+from numba.core import config
+
+
+def jit(function: Callable | None = None, *, exact: bool = False) -> Callable:
+    """Compile once per state of our sources, cached on disk where that is possible; `exact` rounds every operation."""
+    if function is None:
+        return lambda f: jit(f, exact=exact)
+    folder = _cache_folder()
+    fastmath = set() if exact else {"contract", "reassoc", "nsz", "arcp"}
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=folder is not None, fastmath=fastmath)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
+    """Call ``kernel(start, stop, *args)`` over slices of ``range(size)`` of at least `grain`; slices must write apart."""
+    threads = min(torch.get_num_threads(), -(-size // grain))
+    if threads <= 1:
+        if size:
+            kernel(0, size, *args)
+        return
+    step = max(grain, -(-size // (threads * slices_per_thread)))
+    starts = iter(range(0, size, step))  # next() is atomic, so this is a queue that all threads share
+
+    def work() -> None:
+        for start in starts:
+            kernel(start, min(size, start + step), *args)
+
+    others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
+    work()
+    for other in others:
+        other.result()
+
+
+@lru_cache(1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="sonde")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # the parent's threads do not exist in a child
+
+
+@lru_cache(1)
+def _cache_folder() -> Path | None:
+    # Numba looks at a kernel's own file only; the digest covers what the kernel calls as well
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    digest = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    try:
+        folder = Path(os.environ.get("SONDE_CACHE_DIR") or Path.home() / ".cache/sonde") / "numba" / digest
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
