@@ -10,71 +10,107 @@ both operators in both directions. `per_query` works query by query; `per_channe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import jit, run
+from ..op.cpu import exact_part, jit, part, run
 from ..op.lanes import LANES, fma, load, spread, store, total
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._reference import accumulator
 
 TILE = 32  # samples of a query in work at one time: their taps stay in the first cache
+Opt = Tensor | None
 
 
 def derivatives(
-    of: Sequence[str],
-    images: Tensor,
-    samples: Tensor,
-    depths: Tensor | None = None,
-    octaves: int = 0,
-    *,
-    coef: Tensor | None = None,
-    rows: Tensor | None = None,
+    of: Sequence[str], images: Tensor, samples: Tensor, depths: Opt = None, octaves: int = 0, *, coef: Opt = None, rows: Opt = None
 ) -> list[Tensor]:
-    """∂T/∂x for each x in `of`, in the accumulator's dtype."""
+    """∂T/∂x for each x in `of`: in the dtype of x, or in the accumulator's where x is not given."""
     wide = accumulator(images, samples, depths, coef, rows)
     B, C, H, W = images.shape
-    _, Q, D, _ = samples.shape
-    h = (rows if coef is None else coef).shape[1]  # type: ignore[union-attr]
-    shapes = dict(samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves))
-    given = [_array(x, len(shapes[x_name]), wide) for x_name, x in dict(samples=samples, depths=depths, coef=coef, rows=rows).items()]
-    given.insert(2, (2.0 ** torch.arange(octaves, dtype=wide)).numpy())
-    found = {}
+    shapes = _shapes(images, samples, octaves, coef, rows)
+    values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
+    none = {x: torch.empty((0,) * len(shape), dtype=wide) for x, shape in shapes.items()}
+    given = [(none[x] if value is None else _dense(value, wide)).numpy() for x, value in values.items()]
+    powers = (2.0 ** torch.arange(octaves, dtype=wide)).numpy()
+    found: dict[str, Tensor] = {}
     if "images" in of:
-        grad = torch.empty_like(images, dtype=wide, memory_format=memory_format(images, True))
-        flat = grad.permute(0, 2, 3, 1) if grad.stride(1) == 1 and C > 1 else grad
-        blocks, width = _blocks(images)
-        run(per_channel, B * blocks, width, H, W, C, *given, flat.reshape(-1).numpy(), *grad.stride()[1::2], slices_per_thread=1)
-        found["images"] = grad
-    if set(of) - {"images"}:
+        layout = memory_format(images, True)
+        grad = torch.empty(images.shape, dtype=wide, memory_format=layout)
+        strides = (1, C) if layout == torch.channels_last else (H * W, 1)
+        flat = grad.permute(0, 2, 3, 1) if layout == torch.channels_last else grad
+        blocks, width = _blocks(B, C)
+        run(per_channel, B * blocks, width, H, W, C, *given, powers, flat.reshape(-1).numpy(), *strides, slices_per_thread=1)
+        found["images"] = grad.to(images.dtype)
+    if asked := [x for x in of if x != "images"]:
         # rows are written whole, the others only where a sample sees the image
-        found |= {x: (torch.empty if x == "rows" else torch.zeros)(shapes[x], dtype=wide) for x in of if x != "images"}
-        wanted = [found[x].numpy() if x in of and (octaves or x != "depths") else np.empty((0,) * len(n), given[0].dtype) for x, n in shapes.items()]
-        pixels = images.permute(0, 2, 3, 1).to(wide).contiguous().reshape(B * H * W, C)
-        run(per_query, B * Q, H, W, pixels.numpy(), *given, *wanted, grain=max(1, 2**15 // max(1, C * D)))
+        grads = {x: (torch.empty if x == "rows" else torch.zeros)(shapes[x], dtype=wide) for x in asked}
+        wanted = [(none if x == "depths" and not octaves else grads).get(x, none[x]).numpy() for x in shapes]
+        pixels = _dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C).numpy()
+        enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
+        run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)
+        dtypes = {x: value.dtype for x, value in dict(values, depths=depths).items() if value is not None}
+        found |= {x: grad.to(dtypes.get(x, wide)) for x, grad in grads.items()}
     return [found[x] for x in of]
 
 
-def kernels(of: Mapping[str, str], phase, result: torch.dtype | None, images: Tensor, *others: Tensor | None) -> list[Kernel]:
-    """What `derivatives` launches and allocates; `of` says what each derivative is called."""
-    return []
+def kernels(
+    of: Mapping[str, tuple[str, torch.dtype]],
+    phase: Literal["forward", "backward"],
+    images: Tensor,
+    samples: Tensor,
+    depths: Opt = None,
+    octaves: int = 0,
+    *,
+    coef: Opt = None,
+    rows: Opt = None,
+) -> list[Kernel]:
+    """What `derivatives` launches and allocates; `of` gives each derivative the operator's name for it and its final dtype."""
+    wide = accumulator(images, samples, depths, coef, rows)
+    B, C, H, W = images.shape
+    sizes = {x: math.prod(shape) for x, shape in _shapes(images, samples, octaves, coef, rows).items()} | {"images": images.numel()}
+    operands = [samples, depths if octaves else None, coef, rows]
+    copies = sum(x.numel() for x in operands if x is not None and not _is_dense(x, wide))
+
+    def kernel(function: Callable, xs: list[str], elements: int) -> Kernel:
+        elements += copies + sum(sizes[x] for x in xs if of[x][1] != wide)
+        writes = tuple(of[x][0] for x in xs)
+        return Kernel(function.__name__, writes, wide, Determinism.BATCH_INVARIANT, elements * wide.itemsize, phase)
+
+    found = []
+    if "images" in of:
+        blocks, width = _blocks(B, C)
+        found.append(kernel(per_channel, ["images"], min(torch.get_num_threads(), B * blocks) * H * W * (width + LANES)))
+    if asked := [x for x in of if x != "images"]:
+        found.append(kernel(per_query, asked, 0 if _is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()))
+    return found
 
 
-def _array(x: Tensor | None, dims: int, wide: torch.dtype) -> np.ndarray:
-    """C-contiguous and writable always, so that kernels compile once per dtype."""
-    return (torch.empty((0,) * dims, dtype=wide) if x is None else x.detach().to(wide).contiguous()).numpy()
+def _shapes(images: Tensor, samples: Tensor, octaves: int, coef: Opt, rows: Opt) -> dict[str, tuple[int, ...]]:
+    B, C, Q, D = *images.shape[:2], *samples.shape[1:3]
+    h = next(x.shape[1] for x in (coef, rows) if x is not None)
+    return dict(samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves))
 
 
-def _blocks(images: Tensor) -> tuple[int, int]:
-    """Into how many blocks the channels of an image are cut to occupy all threads, and their width; no bit depends on it."""
-    B, C = images.shape[:2]
-    blocks = max(1, min(-(-torch.get_num_threads() // max(B, 1)), -(-C // LANES)))
-    width = -(-C // (blocks * LANES)) * LANES
-    return -(-C // width) if C else 0, width
+def _is_dense(x: Tensor, wide: torch.dtype) -> bool:
+    return x.dtype == wide and x.is_contiguous()
+
+
+def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
+    """Kernels see one dtype and one layout only, and so compile once for each dtype."""
+    return x.detach() if _is_dense(x, wide) else torch.empty(x.shape, dtype=wide).copy_(x.detach())
+
+
+def _blocks(B: int, C: int) -> tuple[int, int]:
+    """Into how many blocks channels are cut to occupy all threads, and how wide they are; no bit depends on it."""
+    blocks = min(-(-torch.get_num_threads() // max(1, B)), -(-C // LANES))
+    width = -(-C // (max(1, blocks) * LANES)) * LANES
+    return -(-C // max(1, width)), width
 
 
 @jit
@@ -86,9 +122,9 @@ def per_query(
     pixels,  # [B*H*W, C]
     samples,  # [B, Q, D, 2]
     depths,  # [B, Q, D]
-    octaves,  # powers of two
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C']
+    octaves,  # 1, 2, 4, …
     g_samples,  # like samples; a result that is empty is not wanted
     g_depths,
     g_coef,
@@ -98,16 +134,17 @@ def per_query(
     Q, D, C, F = samples.shape[1], samples.shape[2], pixels.shape[1], len(octaves)
     want_samples, want_depths, want_coef, want_rows = g_samples.size > 0, g_depths.size > 0, g_coef.size > 0, g_rows.size > 0
     h = max(coef.shape[1], rows.shape[1])
-    heads, padded, plain = -(-h // 4) * 4, -(-C // LANES) * LANES, C - 2 * F
+    plain = C - 2 * F
+    heads, padded = -(-h // 4) * 4, -(-C // LANES) * LANES
     dtype = pixels.dtype
     at = np.empty(TILE, np.int64)
     corner = np.empty((TILE, 4), np.int64)
     weight = np.empty((TILE, 12), dtype)
-    wave = np.empty(TILE * 2 * F, dtype)
+    wave = np.empty((1, TILE * 2 * F), dtype)
     tap = np.empty((TILE, padded), dtype)
-    c = np.zeros((TILE, heads), dtype)
-    row = np.zeros((heads, padded), dtype)
-    g_row = np.empty((heads, padded), dtype)
+    c = np.zeros((TILE, heads + 1), dtype)
+    row = np.zeros((heads, plain), dtype)
+    g_row = np.zeros((heads, padded), dtype)
     dot = np.empty(heads, dtype)
 
     for n in range(start, stop):
@@ -132,26 +169,20 @@ def per_query(
                 _combine(m, c, tap, g_row)
             for i in range(m):
                 d = at[i]
-                if F and (want_coef or want_samples):
-                    for j in range(h):
-                        for k in range(2 * F):
-                            row[j, plain + k] = wave[i * 2 * F + k]
                 if want_coef:
-                    _dots(i, tap, row, dot)
+                    _dots(i, plain, F, tap, row, wave, dot)
                     for j in range(h):
                         g_coef[b, j, q, d] = dot[j]
                 if want_samples:
-                    s0, s1, s2, s3 = _corner_dots(i, h, c, row, pixels, corner)
+                    s0, s1, s2, s3 = _corner_dots(i, h, plain, F, c, row, wave, pixels, corner)
                     g_samples[b, q, d, 0] = weight[i, 4] * s0 + weight[i, 5] * s1 + weight[i, 6] * s2 + weight[i, 7] * s3
                     g_samples[b, q, d, 1] = weight[i, 8] * s0 + weight[i, 9] * s1 + weight[i, 10] * s2 + weight[i, 11] * s3
                 if want_depths:
-                    slope = c_sum = dtype.type(0)
-                    for j in range(h):
-                        c_sum += c[i, j]
+                    slope = dtype.type(0)
                     for f in range(F):
                         k, w = plain + 2 * f, (i * F + f) * 2
-                        slope += octaves[f] * (tap[i, k] * wave[w + 1] - tap[i, k + 1] * wave[w])
-                    g_depths[b, q, d] = dtype.type(2 * math.pi) * c_sum * slope
+                        slope += octaves[f] * (tap[i, k] * wave[0, w + 1] - tap[i, k + 1] * wave[0, w])
+                    g_depths[b, q, d] = dtype.type(2 * math.pi) * c[i, h] * slope
         if want_rows:
             for j in range(h):
                 for k in range(plain):
@@ -168,9 +199,9 @@ def per_channel(
     C,
     samples,  # [B, Q, D, 2]
     depths,  # [B, Q, D]
-    octaves,  # powers of two
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C']
+    octaves,  # 1, 2, 4, …
     g_images,  # [B*C*H*W]
     stride_c,
     stride_x,
@@ -182,17 +213,17 @@ def per_channel(
     at = np.empty(TILE, np.int64)
     corner = np.empty((TILE, 4), np.int64)
     weight = np.empty((TILE, 12), dtype)
-    wave = np.empty(TILE * 2 * F, dtype)
-    c = np.zeros((TILE, h), dtype)
+    wave = np.empty((1, TILE * 2 * F), dtype)
+    c = np.zeros((TILE, h + 1), dtype)
     row = np.zeros((h, width), dtype)
-    image = np.empty((H * W, width), dtype)
+    image = np.empty((H * W, width + LANES), dtype)  # room to write whole lanes
 
     for n in range(start, stop):
         b, low = n // blocks, n % blocks * width
         high = min(low + width, C)
         middle = min(max(low, plain), high)
         for p in range(H * W):
-            for k in range(width):
+            for k in range(width + LANES):
                 image[p, k] = 0
         for q in range(Q):
             for j in range(h):
@@ -204,16 +235,14 @@ def per_channel(
                 if middle < high:
                     _encode(b, q, m, at, depths, octaves, wave)
                 for i in range(m):
-                    for j in range(h):
-                        for k in range(middle - low, high - low):
-                            row[j, k] = wave[i * 2 * F + low + k - plain]
-                    _scatter(i, b * H * W, h, c, row, corner, weight, image)
-        for k in range(high - low):
-            for p in range(H * W):
-                g_images[b * C * H * W + (low + k) * stride_c + p * stride_x] = image[p, k]
+                    _scatter(i, h, low, middle, high, b * H * W, i * 2 * F - plain, c, row, wave, corner, weight, image)
+        for first in range(0, H * W, LANES):  # a transposition, by pieces that stay in the cache
+            for k in range(high - low):
+                for p in range(first, min(first + LANES, H * W)):
+                    g_images[b * C * H * W + (low + k) * stride_c + p * stride_x] = image[p, k]
 
 
-@jit
+@part
 def _locate(b, q, first, last, H, W, samples, at, corner, weight):
     """List the samples that see the image: which they are, their corners, and the corners' weights and slopes in x and y."""
     real = samples.dtype.type
@@ -235,12 +264,12 @@ def _locate(b, q, first, last, H, W, samples, at, corner, weight):
     return m
 
 
-@jit(exact=True)
+@exact_part
 def _position(u, size, one):
     return ((u + one) * size - one) / (one + one)  # each operation rounded: the same bits as the reference
 
 
-@jit
+@part
 def _axis(x, size, length, half):
     """Two corners along an axis, their weights and slopes; where one is outside, the other takes both places, by halves."""
     i, f, one, slope = int(np.floor(x)), x - np.floor(x), half + half, half * length
@@ -251,31 +280,37 @@ def _axis(x, size, length, half):
     return i, i + 1, one - f, f, -slope, slope
 
 
-@jit
+@part
 def _pick(b, q, m, at, coef, c):
+    """c[i] = the heads' coefficients of the samples listed, and their sum."""
+    h = coef.shape[1]
     for i in range(m):
-        for j in range(coef.shape[1]):
+        c[i, h] = 0
+        for j in range(h):
             c[i, j] = coef[b, j, q, at[i]]
+            c[i, h] += c[i, j]
 
 
-@jit
+@part
 def _tap(m, pixels, corner, weight, tap):
+    C = pixels.shape[1]
     for i in range(m):
-        for k in range(0, tap.shape[1], LANES):
+        for k in range(0, C, LANES):
             v = spread(tap.dtype.type(0))
             for j in range(4):
-                v = fma(weight[i, j], load(pixels, corner[i, j], k), v)
+                v = fma(weight[i, j], load(pixels, corner[i, j], k, C), v)
             store(v, tap, i, k)
 
 
-@jit
+@part
 def _combine(m, c, tap, g_row):
     """g_row[j] += Σ_i c[i, j]·tap[i], four heads at a time."""
-    for j in range(0, c.shape[1], 4):
-        for k in range(0, tap.shape[1], LANES):
-            g0, g1, g2, g3 = load(g_row, j, k), load(g_row, j + 1, k), load(g_row, j + 2, k), load(g_row, j + 3, k)
+    n = tap.shape[1]
+    for j in range(0, g_row.shape[0], 4):
+        for k in range(0, n, LANES):
+            g0, g1, g2, g3 = load(g_row, j, k, n), load(g_row, j + 1, k, n), load(g_row, j + 2, k, n), load(g_row, j + 3, k, n)
             for i in range(m):
-                v = load(tap, i, k)
+                v = load(tap, i, k, n)
                 g0, g1, g2, g3 = fma(c[i, j], v, g0), fma(c[i, j + 1], v, g1), fma(c[i, j + 2], v, g2), fma(c[i, j + 3], v, g3)
             store(g0, g_row, j, k)
             store(g1, g_row, j + 1, k)
@@ -283,59 +318,82 @@ def _combine(m, c, tap, g_row):
             store(g3, g_row, j + 3, k)
 
 
-@jit
-def _dots(i, tap, row, dot):
-    """dot[j] = tap[i]·row[j], four heads at a time."""
+@part
+def _dots(i, n, F, tap, row, wave, dot):
+    """dot[j] = tap[i]·row[j], four heads at a time, and the encoded channels for all."""
+    shared = spread(tap.dtype.type(0))
+    for k in range(0, 2 * F, LANES):
+        shared = fma(load(tap, i, n + k, n + 2 * F), load(wave, 0, i * 2 * F + k, (i + 1) * 2 * F), shared)
     for j in range(0, row.shape[0], 4):
-        s0 = s1 = s2 = s3 = spread(tap.dtype.type(0))
-        for k in range(0, tap.shape[1], LANES):
-            v = load(tap, i, k)
-            s0, s1, s2, s3 = fma(v, load(row, j, k), s0), fma(v, load(row, j + 1, k), s1), fma(v, load(row, j + 2, k), s2), fma(v, load(row, j + 3, k), s3)
+        s0, s1, s2, s3 = shared, shared, shared, shared
+        for k in range(0, n, LANES):
+            v = load(tap, i, k, n)
+            s0, s1 = fma(v, load(row, j, k, n), s0), fma(v, load(row, j + 1, k, n), s1)
+            s2, s3 = fma(v, load(row, j + 2, k, n), s2), fma(v, load(row, j + 3, k, n), s3)
         dot[j], dot[j + 1], dot[j + 2], dot[j + 3] = total(s0), total(s1), total(s2), total(s3)
 
 
-@jit
-def _corner_dots(i, h, c, row, pixels, corner):
-    """pixels[p]·Σ_j c[i, j]·row[j] for the four corners p."""
+@part
+def _mix(i, k, n, h, c, row):
+    """Σ_j c[i, j]·row[j] of the lanes at k."""
+    v = spread(row.dtype.type(0))
+    for j in range(h):
+        v = fma(c[i, j], load(row, j, k, n), v)
+    return v
+
+
+@part
+def _corner_dots(i, h, n, F, c, row, wave, pixels, corner):
+    """pixels[p]·(Σ_j c[i, j]·row[j]) for the four corners p."""
     p0, p1, p2, p3 = corner[i, 0], corner[i, 1], corner[i, 2], corner[i, 3]
-    s0 = s1 = s2 = s3 = spread(row.dtype.type(0))
-    for k in range(0, row.shape[1], LANES):
-        v = spread(row.dtype.type(0))
-        for j in range(h):
-            v = fma(c[i, j], load(row, j, k), v)
-        s0, s1, s2, s3 = fma(v, load(pixels, p0, k), s0), fma(v, load(pixels, p1, k), s1), fma(v, load(pixels, p2, k), s2), fma(v, load(pixels, p3, k), s3)
+    zero = spread(row.dtype.type(0))
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    for k in range(0, n, LANES):
+        v = _mix(i, k, n, h, c, row)
+        s0, s1 = fma(v, load(pixels, p0, k, n), s0), fma(v, load(pixels, p1, k, n), s1)
+        s2, s3 = fma(v, load(pixels, p2, k, n), s2), fma(v, load(pixels, p3, k, n), s3)
+    C = n + 2 * F
+    for k in range(n, C, LANES):
+        v = fma(c[i, h], load(wave, 0, i * 2 * F + k - n, (i + 1) * 2 * F), zero)
+        s0, s1 = fma(v, load(pixels, p0, k, C), s0), fma(v, load(pixels, p1, k, C), s1)
+        s2, s3 = fma(v, load(pixels, p2, k, C), s2), fma(v, load(pixels, p3, k, C), s3)
     return total(s0), total(s1), total(s2), total(s3)
 
 
-@jit
-def _scatter(i, base, h, c, row, corner, weight, image):
-    """image[p] += weight·Σ_j c[i, j]·row[j] for the four corners p."""
-    for k in range(0, row.shape[1], LANES):
-        v = spread(row.dtype.type(0))
-        for j in range(h):
-            v = fma(c[i, j], load(row, j, k), v)
+@part
+def _scatter(i, h, low, middle, high, base, encoded, c, row, wave, corner, weight, image):
+    """image[p] += weight·(Σ_j c[i, j]·row[j]) for the four corners p."""
+    n = image.shape[1]
+    for k in range(0, middle - low, LANES):
+        v = _mix(i, k, middle - low, h, c, row)
         for j in range(4):
             p = corner[i, j] - base
-            store(fma(weight[i, j], v, load(image, p, k)), image, p, k)
+            store(fma(weight[i, j], v, load(image, p, k, n)), image, p, k)
+    for k in range(middle, high, LANES):
+        v = fma(c[i, h], load(wave, 0, encoded + k, encoded + high), spread(row.dtype.type(0)))
+        for j in range(4):
+            p = corner[i, j] - base
+            store(fma(weight[i, j], v, load(image, p, k - low, n)), image, p, k - low)
 
 
 # sin 2πs = s·(A0 + A1·s² + …) by Taylor: the rest is 3e-16 at a quarter turn
 A0, A1, A2, A3, A4, A5, A6, A7, A8, A9 = ((-1) ** k * math.tau ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10))
 
 
-@jit
+@part
 def _encode(b, q, m, at, depths, octaves, wave):
     """Sine and cosine of 2πt for t = depth·octave, side by side; both are the sine of a quarter turn at most."""
     real = wave.dtype.type
     F = len(octaves)
     for i in range(m):
         for f in range(F):
-            wave[(i * F + f) * 2] = wave[(i * F + f) * 2 + 1] = depths[b, q, at[i]] * octaves[f]
+            t = depths[b, q, at[i]] * octaves[f]
+            wave[0, (i * F + f) * 2], wave[0, (i * F + f) * 2 + 1] = t, t
     for k in range(m * F * 2):
-        r = wave[k] - np.rint(wave[k])
+        r = wave[0, k] - np.rint(wave[0, k])
         a = abs(r)
         s = real(0.25) - a if k & 1 else min(a, real(0.5) - a)  # rounded only where the sine is flat
         z = s * s
         v = real(A4) + z * (real(A5) + z * (real(A6) + z * (real(A7) + z * (real(A8) + z * real(A9)))))
         v = s * (real(A0) + z * (real(A1) + z * (real(A2) + z * (real(A3) + z * v))))
-        wave[k] = v if k & 1 or r >= 0 else -v
+        wave[0, k] = v if k & 1 or r >= 0 else -v

@@ -10,7 +10,7 @@ The last 2·octaves channels of the images meet an encoding of the depth in plac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,28 +21,28 @@ from torch import Tensor
 from ..op.gpu import accumulator, launch
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
-from ._gpu_layout import as_images, channels_last
-from ._gpu_segments import images_gradient, workspace
-from ._gpu_taps import TURN, corners, edges, interpolate, locate, octave, scatter, wave
+from ._gpu_layout import as_images, channels_last, empty_pixels, pixel_stride
+from ._gpu_segments import images_gradient, pays, workspace
+from ._gpu_taps import TURN, corners, edges, fetch, interpolate, locate, octave, scatter, wave
 
+BLOCK_C = 32  # channels of a tile: eight threads with one access each
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
-MAX_DEPTH = 128  # samples per query that one program can hold
 
 
 @dataclass(frozen=True)
 class Config:
-    block_q: int
-    block_d: int
-    lanes: int  # threads that share the channels of a sample
+    block_q: int  # queries of a program, next to each other
+    block_d: int  # samples of a query that are in flight together
+    tiles: int  # tiles of channels that are in flight together
     num_warps: int
 
 
-def default_config(D: int, C: int, vec: int, whole: bool) -> Config:
-    """Good on every device; `whole` if one program must see all samples of its queries."""
-    lanes = min(32, _power_of_2(C)) // vec
-    block_d = max(_power_of_2(D) if whole else min(8, _power_of_2(D)), 32 // lanes)
-    num_warps = max(1, min(8, block_d // 16))
-    return Config(block_q=1, block_d=block_d, lanes=lanes, num_warps=num_warps)
+def default_config(kernel: str, D: int, C: int, block_c: int) -> Config:
+    """Best on an H200 at pixelSplat's sizes and good elsewhere: a warp holds four samples and one query, whatever the sizes."""
+    tiles = triton.cdiv(max(1, C), block_c)
+    block_d = min(4, _power_of_2(D))
+    warps = 2 if kernel == "rows" else 1
+    return Config(block_q=warps * (4 // block_d), block_d=block_d, tiles=tiles if tiles <= 5 else 4, num_warps=warps)
 
 
 @dataclass(frozen=True)
@@ -69,112 +69,93 @@ def operands(
     return Operands(channels_last(images), *contiguous, octaves, heads, wide)  # type: ignore[arg-type]
 
 
-def steps(wants: Sequence[str], D: int, deterministic: bool) -> list[tuple[str, list[str]]]:
+def steps(wants: Sequence[str], images: Tensor, samples: Tensor, deterministic: bool) -> list[tuple[str, list[str]]]:
     """Which kernels run, and which derivatives each one writes: asked by the launch and by the plan."""
-    alone = []
-    if "rows" in wants and D > MAX_DEPTH:
-        alone.append(("rows", ["rows"]))
-    if "images" in wants and deterministic:
-        alone.append(("segments", ["images"]))
-    rest = [want for want in wants if not any(want in writes for _, writes in alone)]
-    return [*alone, ("form", rest)] if rest else alone
+    alone = {"rows": "rows"}
+    if deterministic or pays(images, samples):
+        alone["images"] = "segments"
+    rest = [want for want in wants if want not in alone]
+    found = [(alone[want], [want]) for want in wants if want in alone]
+    return [("form", rest), *found] if rest else found
 
 
 def derivatives(T: Operands, results: dict[str, Tensor], deterministic: bool = False) -> None:
-    """Write the derivatives of T that `results` names; that of the images, ``[B, H, W, C]`` zeros, is added."""
-    for kernel, wants in steps(list(results), T.samples.shape[2], deterministic):
+    """Write the derivatives of T that `results` names; what is added atomically must be zero before."""
+    for kernel, wants in steps(list(results), T.images, T.samples, deterministic):
         if kernel == "segments":
+            T = replace(T, images=T.images.to("meta"))  # of which only the shape matters now: make room
             images_gradient(T, results["images"])
         else:
-            _launch(_rows if kernel == "rows" else _form, T, {want: results[want] for want in wants})
+            _launch(kernel, T, {want: results[want] for want in wants})
 
 
-def gradients(T: Operands, inputs: dict[str, Tensor | None], needs: Sequence[bool], deterministic: bool) -> list[Tensor]:
-    """The gradients that are needed, of `inputs` in order, each laid out and rounded as its input."""
+def gradients(inputs: dict[str, Tensor | None], needs: Sequence[bool], deterministic: bool, **operand) -> list[Tensor]:
+    """The gradients that are needed, of `inputs` in order, each laid out and rounded as its input; T has these operands."""
     needed = {name: x for (name, x), need in zip(inputs.items(), needs) if need and x is not None}
-    results = {}
-    for name, x in needed.items():
-        if name == "images":
-            results[name] = torch.zeros(T.images.shape, dtype=T.wide, device=x.device)
-        else:
-            results[name] = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if T.octaves == 0 and "depths" in results:
-        derivatives(T, {k: v for k, v in results.items() if k != "depths"}, deterministic)
+    results = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in needed.items() if name != "images"}
+    if "depths" in results and not operand.get("octaves"):
         results["depths"].zero_()
-    else:
-        derivatives(T, results, deterministic)
-    del T  # the channels-last copy makes room for the gradient
-    if "images" in results:
-        results["images"] = as_images(results["images"], needed["images"], memory_format(needed["images"], True))
-    return list(results.values())
+    if "images" in needed:
+        images = needed["images"]
+        B, C, H, W = images.shape
+        layout = memory_format(images, True)
+        pixels = empty_pixels(B, H, W, C, operand["wide"], images.device, padded=layout != torch.channels_last)
+        results["images"] = pixels.zero_()
+    wanted = {name: x for name, x in results.items() if name != "depths" or operand.get("octaves")}
+    derivatives(operands(**operand), wanted, deterministic)
+    if "images" in needed:
+        results["images"] = as_images(pixels, images, layout)
+    return [results[name] for name in needed]
 
 
 def plan(
     phase: Literal["forward", "backward"], images: Tensor, samples: Tensor, wide: torch.dtype, writes: dict[str, str], deterministic: bool
 ) -> list[Kernel]:
     """What :func:`derivatives` launches to write the derivatives that `writes` names, under the names it gives them."""
-    laid_out = images.permute(0, 2, 3, 1).is_contiguous()
-    copy = 0 if laid_out else images.numel() * images.element_size()
+    pixels_of = images.permute(0, 2, 3, 1)
+    laid_out = pixels_of.is_contiguous()
+    B, C, H, W = images.shape
+    copy = 0 if laid_out else B * H * W * pixel_stride(C, images.element_size()) * images.element_size()
     apart = "images" in writes and not (laid_out and images.dtype == wide)
-    pixels = images.numel() * wide.itemsize if apart else 0
+    pixels = B * H * W * (C if laid_out else pixel_stride(C, wide.itemsize)) * wide.itemsize if apart else 0
     found = []
-    for kernel, wants in steps(list(writes), samples.shape[2], deterministic):
+    for kernel, wants in steps(list(writes), pixels_of, samples, deterministic):
         atomic = kernel == "form" and "images" in wants
+        promise = Determinism.NONE if atomic else Determinism.RUN_TO_RUN if kernel == "segments" else Determinism.BATCH_INVARIANT
         found.append(
             Kernel(
                 name=kernel,
                 writes=tuple(writes[want] for want in wants),
                 accumulator=wide,
-                determinism=Determinism.NONE if atomic else Determinism.BATCH_INVARIANT,
-                workspace=copy + pixels + (workspace(images.permute(0, 2, 3, 1), samples, wide) if kernel == "segments" else 0),
+                determinism=promise,
+                workspace=copy + pixels + (workspace(pixels_of, samples, wide) if kernel == "segments" else 0),
                 phase=phase,
             )
         )
     return found
 
 
-def _launch(kernel, T: Operands, results: dict[str, Tensor]) -> None:
+def _launch(kernel: str, T: Operands, results: dict[str, Tensor]) -> None:
     (B, H, W, C), (_, Q, D, _) = T.images.shape, T.samples.shape
-    vec = _vector(C, T.octaves, T.images.element_size())
-    config = default_config(D, C, vec, whole="rows" in results and kernel is _form)
-    wide_offsets = FORCE_INT64 or H * W * C >= 2**31
-    order = ("images", "samples", "coef", "rows", "depths")
-    tensors = (T.images, T.samples, T.coef, T.rows, T.depths, *map(results.get, order))
-    constants = (
-        C, T.heads, T.octaves, accumulator(T.wide), tl.int64 if wide_offsets else tl.int32,
-        config.block_q, config.block_d, 32 // config.lanes, config.lanes, vec,
-    )  # fmt: skip
-    blocks = B * triton.cdiv(Q, config.block_q)
-    tiles = triton.cdiv(C, config.lanes * vec) if kernel is _rows else triton.cdiv(max(1, D), config.block_d)
-    launch(kernel, (blocks, tiles, 1), tensors, (H, W, Q, D), constants, config.num_warps)
-
-
-def _vector(C: int, octaves: int, itemsize: int) -> int:
-    """Channels that one access of at most 16 bytes can take from any row, whose start it must not straddle."""
-    return min(16 // itemsize, (C | 2 * octaves | 16) & -(C | 2 * octaves | 16))
+    stride = T.images.stride(2)
+    block_c = min(BLOCK_C, _power_of_2(C))
+    config = default_config(kernel, D, C - 2 * T.octaves, block_c)
+    wide_offsets = FORCE_INT64 or H * W * stride >= 2**31
+    common = (C, stride, T.heads, T.octaves, accumulator(T.wide), tl.int64 if wide_offsets else tl.int32)
+    blocks = (config.block_q, config.block_d, block_c)
+    programs, sizes = B * triton.cdiv(Q, config.block_q), (H, W, Q, D)
+    if kernel == "rows":
+        grid = (programs, triton.cdiv(max(1, C - 2 * T.octaves), config.tiles * block_c), 1)
+        launch(_rows, grid, (T.images, T.samples, T.coef, results["rows"]), sizes, (*common, *blocks, config.tiles), config.num_warps)
+    else:
+        found = [results.get(want) for want in ("images", "samples", "coef", "depths")]
+        tensors = (T.images, T.samples, T.coef, T.rows, T.depths, *found)
+        d_stride = results["images"].stride(2) if "images" in results else 0
+        launch(_form, (programs, 1, 1), tensors, sizes, (*common, *blocks, d_stride, config.tiles), config.num_warps)
 
 
 def _power_of_2(n: int) -> int:
     return triton.next_power_of_2(max(1, n))
-
-
-@triton.jit
-def in_order(BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
-    """0, 1, … BLOCK_D − 1, GROUP of them in one warp."""
-    outer = tl.arange(0, BLOCK_D // GROUP)[:, None, None, None, None]
-    return outer * GROUP + tl.arange(0, GROUP)[None, None, :, None, None]
-
-
-@triton.jit
-def each_group(GROUP: tl.constexpr):
-    """Zeros that make every group load for itself what all need, and whether a group is the one that stores for all."""
-    g = tl.arange(0, GROUP)[None, None, :, None, None]
-    return g * 0, g == 0
-
-
-@triton.jit
-def over_samples(x):
-    return tl.sum(tl.sum(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])
@@ -187,175 +168,183 @@ def _form(
     d_images,  # derivatives of T, shaped as their operands; None where nobody asked
     d_samples,
     d_coef,
-    d_rows,  # needs BLOCK_D >= D
     d_depths,
     H,
     W,
     Q,
     D,
     C: tl.constexpr,
+    STRIDE: tl.constexpr,  # from pixel to pixel
     HEADS: tl.constexpr,
     OCTAVES: tl.constexpr,
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    D_STRIDE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    # Tensors are [samples / GROUP, query, GROUP, LANES, VEC]: a warp covers the last three dimensions, so that what is loaded
-    # once per query lies in the same threads as what is loaded once per sample. What there is one of per head is a tuple.
+    """All derivatives but that by the rows: block after block of samples, for each all channels."""
+    # tensors are [samples, channels]; what there is one of per head is a tuple
     ROW_C: tl.constexpr = C - 2 * OCTAVES
-    BLOCK_C: tl.constexpr = LANES * VEC
+    ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)
     b = (tl.program_id(0) // blocks).to(tl.int64)
-    q = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)[None, :, None, None, None]
-    d = tl.program_id(1) * BLOCK_D + in_order(BLOCK_D, GROUP)
-    lane = tl.arange(0, LANES)[None, None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, None, :]
-    group, first = each_group(GROUP)
+    i = tl.arange(0, ROWS)[:, None]
+    q = tl.program_id(0) % blocks * BLOCK_Q + i // BLOCK_D
     in_q = q < Q
-    in_qd = in_q & (d < D)
-    qd = (b * Q + q) * D + d  # which sample
     hq = b * HEADS * Q + q  # which row of the first head
-
-    live, y0, x0, fy, fx = locate(samples, qd, in_qd, H, W, ACC, OFFSET)
-    k00, k01, k10, k11 = edges(live, y0, x0, H, W)
-    pixel = y0 * W + x0
-    image = images + b * H * W * C
+    image = images + b * H * W * STRIDE
     if d_images is not None:
-        d_image = d_images + b * H * W * C
-    w = ()
-    g_coef = ()
-    for i in tl.static_range(HEADS):
-        if coef is not None:
-            w = w + (tl.load(coef + (hq + i * Q) * D + d, mask=live, other=0).to(ACC),)
-        if d_coef is not None:
-            g_coef = g_coef + (tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, 1], ACC),)
-    g_y = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, 1], ACC)
-    g_x = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, 1], ACC)
+        d_image = d_images + b * H * W * D_STRIDE
 
-    for c0 in range(0, ROW_C, BLOCK_C):
-        c = c0 + lane
-        in_c = c < ROW_C
-        if d_samples is not None or d_coef is not None or d_rows is not None:
-            v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, c, in_c, W, C, ACC)
-            s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
-        a = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, VEC], ACC)
-        sums = ()
-        for i in tl.static_range(HEADS):
-            at = (hq + i * Q) * ROW_C + c
-            if rows is not None:
-                r = tl.load(rows + at + group, mask=in_q & in_c, other=0).to(ACC)
-            if d_rows is not None:
-                total = over_samples(w[i] * s)
-                tl.store(d_rows + at + group, total.to(d_rows.dtype.element_ty), mask=in_q & in_c & first)
+    y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, in_q & (i % BLOCK_D < D), ACC)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + i % BLOCK_D
+        in_qd = in_q & (d < D)
+        qd = (b * Q + q) * D + d  # which sample
+        live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
+        y, x = fetch(samples, qd + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)  # of the next turn: its latency is hidden in this one
+        k00, k01, k10, k11 = edges(live, y0, x0, H, W)
+        pixel = y0 * W + x0
+        w = ()
+        g_coef = ()  # sums over channels stay apart by channel of the tile until the end
+        for h in tl.static_range(HEADS):
+            if coef is not None:
+                w = w + (tl.load(coef + (hq + h * Q) * D + d, mask=live, other=0).to(ACC),)
             if d_coef is not None:
-                sums = sums + (g_coef[i] + tl.sum(r * s, 4, keep_dims=True),)
-            if d_samples is not None or d_images is not None:
-                a += w[i] * r
-        if d_coef is not None:
-            g_coef = sums
-        if d_samples is not None:
-            g_y += tl.sum(a * dy, 4, keep_dims=True)
-            g_x += tl.sum(a * dx, 4, keep_dims=True)
-        if d_images is not None:
-            scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, C)
+                g_coef = g_coef + (tl.zeros([ROWS, BLOCK_C], ACC),)
+        g_y = tl.zeros([ROWS, BLOCK_C], ACC)
+        g_x = tl.zeros([ROWS, BLOCK_C], ACC)
 
-    g_waves = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, 1], ACC)  # of every head's coefficient
-    if OCTAVES > 0:
-        depth = tl.load(depths + qd, mask=live, other=0).to(ACC)
-        g_depth = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, 1], ACC)
-        w_all = tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, 1, 1], ACC)
-        if coef is not None:
-            for i in tl.static_range(HEADS):
-                w_all += w[i]
-        for c0 in range(0, 2 * OCTAVES, BLOCK_C):
-            c = c0 + lane
-            in_c = c < 2 * OCTAVES
-            cosine = c % 2 == 1
-            turns, power = octave(depth, c // 2)
-            r = wave(turns, cosine)
-            if d_samples is not None or d_coef is not None or d_depths is not None:
-                v00, v01, v10, v11 = corners(image + ROW_C, pixel, k00, k01, k10, k11, c, in_c, W, C, ACC)
+        for c0 in tl.range(0, ROW_C, BLOCK_C, loop_unroll_factor=UNROLL):
+            c = c0 + tl.arange(0, BLOCK_C)[None, :]
+            in_c = c < ROW_C
+            if d_samples is not None or d_coef is not None:
+                v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE, ACC)
                 s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
+            a = tl.zeros([ROWS, BLOCK_C], ACC)
+            sums = ()
+            for h in tl.static_range(HEADS):
+                r = tl.load(rows + (hq + h * Q) * ROW_C + c, mask=in_q & in_c, other=0).to(ACC)
+                if d_coef is not None:
+                    sums = sums + (g_coef[h] + r * s,)
+                if d_samples is not None or d_images is not None:
+                    a += w[h] * r
             if d_coef is not None:
-                g_waves += tl.sum(r * s, 4, keep_dims=True)
-            if d_depths is not None:
-                slope = wave(turns, c % 2 == 0) * tl.where(cosine, -power, power)
-                g_depth += tl.sum(w_all * s * slope, 4, keep_dims=True)
-            a = w_all * r
+                g_coef = sums
             if d_samples is not None:
-                g_y += tl.sum(a * dy, 4, keep_dims=True)
-                g_x += tl.sum(a * dx, 4, keep_dims=True)
+                g_y += a * dy
+                g_x += a * dx
             if d_images is not None:
-                scatter(d_image + ROW_C, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, C)
-        if d_depths is not None:
-            total = tl.where(live, tl.sum(g_depth, 3, keep_dims=True) * TURN, 0)
-            tl.store(d_depths + qd, total.to(d_depths.dtype.element_ty), mask=in_qd)
+                scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, D_STRIDE)
 
-    if d_coef is not None:
-        for i in tl.static_range(HEADS):
-            total = tl.where(live, tl.sum(g_coef[i] + g_waves, 3, keep_dims=True), 0)
-            tl.store(d_coef + (hq + i * Q) * D + d, total.to(d_coef.dtype.element_ty), mask=in_qd)
-    if d_samples is not None:
-        total = tl.where(live, tl.sum(g_x, 3, keep_dims=True) * (0.5 * W), 0)
-        tl.store(d_samples + 2 * qd, total.to(d_samples.dtype.element_ty), mask=in_qd)
-        total = tl.where(live, tl.sum(g_y, 3, keep_dims=True) * (0.5 * H), 0)
-        tl.store(d_samples + 2 * qd + 1, total.to(d_samples.dtype.element_ty), mask=in_qd)
+        if OCTAVES > 0:
+            depth = tl.load(depths + qd, mask=live, other=0).to(ACC)
+            g_depth = tl.zeros([ROWS, BLOCK_C], ACC)
+            w_all = tl.zeros([ROWS, 1], ACC)
+            if coef is not None:
+                for h in tl.static_range(HEADS):
+                    w_all += w[h]
+            for c0 in range(0, 2 * OCTAVES, BLOCK_C):
+                c = c0 + tl.arange(0, BLOCK_C)[None, :]
+                in_c = c < 2 * OCTAVES
+                cosine = c % 2 == 1
+                turns, power = octave(depth, c // 2)
+                r = wave(turns, cosine)
+                if d_samples is not None or d_coef is not None or d_depths is not None:
+                    v00, v01, v10, v11 = corners(image + ROW_C, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE, ACC)
+                    s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
+                if d_coef is not None:
+                    sums = ()
+                    for h in tl.static_range(HEADS):
+                        sums = sums + (g_coef[h] + r * s,)
+                    g_coef = sums
+                if d_depths is not None:
+                    slope = wave(turns, c % 2 == 0) * tl.where(cosine, -power, power)
+                    g_depth += w_all * s * slope
+                a = w_all * r
+                if d_samples is not None:
+                    g_y += a * dy
+                    g_x += a * dx
+                if d_images is not None:
+                    scatter(d_image + ROW_C, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, D_STRIDE)
+            if d_depths is not None:
+                total = over_channels(g_depth, live) * TURN
+                tl.store(d_depths + qd, total.to(d_depths.dtype.element_ty), mask=in_qd)
+
+        if d_coef is not None:
+            for h in tl.static_range(HEADS):
+                total = over_channels(g_coef[h], live)
+                tl.store(d_coef + (hq + h * Q) * D + d, total.to(d_coef.dtype.element_ty), mask=in_qd)
+        if d_samples is not None:
+            total = over_channels(g_x, live) * (0.5 * W)
+            tl.store(d_samples + 2 * qd, total.to(d_samples.dtype.element_ty), mask=in_qd)
+            total = over_channels(g_y, live) * (0.5 * H)
+            tl.store(d_samples + 2 * qd + 1, total.to(d_samples.dtype.element_ty), mask=in_qd)
+
+
+@triton.jit
+def over_channels(x, live):
+    """The sum of each sample's row; exactly zero for one that sees nothing, whatever it was multiplied with."""
+    return tl.where(live, tl.sum(x, 1, keep_dims=True), 0)
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])
 def _rows(
-    images,
-    samples,
-    coef,
-    rows,
-    depths,
-    d_images,
-    d_samples,
-    d_coef,
-    d_rows,
-    d_depths,
+    images,  # [B, H, W, C]
+    samples,  # [B, Q, D, 2]
+    coef,  # [B, h, Q, D]
+    d_rows,  # [B, h, Q, C − 2·OCTAVES]
     H,
     W,
     Q,
     D,
     C: tl.constexpr,
+    STRIDE: tl.constexpr,  # from pixel to pixel
     HEADS: tl.constexpr,
     OCTAVES: tl.constexpr,
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """∂T/∂rows for any number of samples: one tile of channels, all samples in turn. Arguments as in ``_form``."""
+    """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end."""
     ROW_C: tl.constexpr = C - 2 * OCTAVES
+    ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)
     b = (tl.program_id(0) // blocks).to(tl.int64)
-    q = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)[None, :, None, None, None]
-    c = tl.arange(0, LANES)[None, None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, None, :]
-    c += tl.program_id(1) * LANES * VEC
-    group, first = each_group(GROUP)
-    in_q, in_c = q < Q, c < ROW_C
-    hq = b * HEADS * Q + q
-    image = images + b * H * W * C
+    i = tl.arange(0, ROWS)[:, None]
+    q = tl.program_id(0) % blocks * BLOCK_Q + i // BLOCK_D
+    c = tl.program_id(1) * (TILES * BLOCK_C) + tl.arange(0, BLOCK_C)[None, :]
+    image = images + b * H * W * STRIDE
     totals = ()
-    for _ in tl.static_range(HEADS):
-        totals = totals + (tl.zeros([BLOCK_D // GROUP, BLOCK_Q, GROUP, LANES, VEC], ACC),)
+    for _ in tl.static_range(TILES * HEADS):
+        totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
+    y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, (q < Q) & (i % BLOCK_D < D), ACC)
     for d0 in range(0, D, BLOCK_D):
-        d = d0 + in_order(BLOCK_D, GROUP)
-        live, y0, x0, fy, fx = locate(samples, (b * Q + q) * D + d, in_q & (d < D), H, W, ACC, OFFSET)
+        d = d0 + i % BLOCK_D
+        live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
+        y, x = fetch(samples, (b * Q + q) * D + d + BLOCK_D, (q < Q) & (d + BLOCK_D < D), ACC)  # hides the latency of the next turn
         k00, k01, k10, k11 = edges(live, y0, x0, H, W)
-        v00, v01, v10, v11 = corners(image, y0 * W + x0, k00, k01, k10, k11, c, in_c, W, C, ACC)
-        s, _dy, _dx = interpolate(v00, v01, v10, v11, fy, fx)
+        w = ()
+        for h in tl.static_range(HEADS):
+            w = w + (tl.load(coef + (b * HEADS * Q + h * Q + q) * D + d, mask=live, other=0).to(ACC),)
         sums = ()
-        for i in tl.static_range(HEADS):
-            sums = sums + (totals[i] + tl.load(coef + (hq + i * Q) * D + d, mask=live, other=0).to(ACC) * s,)
+        for t in tl.static_range(TILES):
+            at = c + t * BLOCK_C
+            v00, v01, v10, v11 = corners(image, y0 * W + x0, k00, k01, k10, k11, at, at < ROW_C, W, STRIDE, ACC)
+            s, _dy, _dx = interpolate(v00, v01, v10, v11, fy, fx)
+            for h in tl.static_range(HEADS):
+                sums = sums + (totals[t * HEADS + h] + w[h] * s,)
         totals = sums
-    for i in tl.static_range(HEADS):
-        total = over_samples(totals[i])
-        tl.store(d_rows + (hq + i * Q) * ROW_C + c + group, total.to(d_rows.dtype.element_ty), mask=in_q & in_c & first)
+    q = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    for t in tl.static_range(TILES):
+        at = c + t * BLOCK_C
+        for h in tl.static_range(HEADS):
+            total = tl.sum(tl.reshape(totals[t * HEADS + h], [BLOCK_Q, BLOCK_D, BLOCK_C]), 1)
+            to = d_rows + (b * HEADS * Q + h * Q + q) * ROW_C + at
+            tl.store(to, total.to(d_rows.dtype.element_ty), mask=(q < Q) & (at < ROW_C))

@@ -26,20 +26,21 @@ def position(u, size):
 
 
 @triton.jit
-def cell(x, y, H, W, OFFSET: tl.constexpr):
+def fetch(samples, index, in_range, ACC: tl.constexpr):
+    """The coordinates (y, x) of samples; `index` counts samples, of which x and y are neighbours in memory."""
+    x = tl.load(samples + 2 * index, mask=in_range, other=float("nan")).to(ACC)
+    y = tl.load(samples + 2 * index + 1, mask=in_range, other=float("nan")).to(ACC)
+    return y, x
+
+
+@triton.jit
+def locate(y, x, H, W, OFFSET: tl.constexpr):
     """→ whether a sample sees any pixel, the corner (y0, x0) of its cell, and its place (fy, fx) in the cell."""
+    y, x = position(y, H), position(x, W)
     live = (x >= -1) & (x < W) & (y >= -1) & (y < H)
     x, y = tl.where(live, x, 0), tl.where(live, y, 0)
     x0, y0 = tl.floor(x), tl.floor(y)
     return live, y0.to(OFFSET), x0.to(OFFSET), y - y0, x - x0
-
-
-@triton.jit
-def locate(samples, index, in_range, H, W, ACC: tl.constexpr, OFFSET: tl.constexpr):
-    """The cell of each sample; `index` counts samples, of which (x, y) are neighbours in memory."""
-    x = tl.load(samples + 2 * index, mask=in_range, other=float("nan")).to(ACC)
-    y = tl.load(samples + 2 * index + 1, mask=in_range, other=float("nan")).to(ACC)
-    return cell(position(x, W), position(y, H), H, W, OFFSET)
 
 
 @triton.jit
@@ -51,26 +52,26 @@ def edges(live, y0, x0, H, W):
 
 
 @triton.jit
-def corners(image, row, k00, k01, k10, k11, c, in_c, W, C: tl.constexpr, ACC: tl.constexpr):
-    """The four pixels of each sample's cell, zero where there is none; `image` is channels-last, `row` the pixel (y0, x0)."""
-    p = image + row * C + c
+def corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr, ACC: tl.constexpr):
+    """The four pixels of each sample's cell, zero where there is none; `pixel` counts to (y0, x0), pixels are STRIDE apart."""
+    p = image + pixel * STRIDE + c
     v00 = tl.load(p, mask=k00 & in_c, other=0).to(ACC)
-    v01 = tl.load(p + C, mask=k01 & in_c, other=0).to(ACC)
-    v10 = tl.load(p + W * C, mask=k10 & in_c, other=0).to(ACC)
-    v11 = tl.load(p + (W * C + C), mask=k11 & in_c, other=0).to(ACC)
+    v01 = tl.load(p + STRIDE, mask=k01 & in_c, other=0).to(ACC)
+    v10 = tl.load(p + W * STRIDE, mask=k10 & in_c, other=0).to(ACC)
+    v11 = tl.load(p + (W * STRIDE + STRIDE), mask=k11 & in_c, other=0).to(ACC)
     return v00, v01, v10, v11
 
 
 @triton.jit
-def scatter(image, value, fy, fx, row, k00, k01, k10, k11, c, in_c, W, C: tl.constexpr):
+def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr):
     """Add `value` to the four pixels of each sample's cell, in proportion; the order of the additions is anyone's guess."""
-    p = image + row * C + c
+    p = image + pixel * STRIDE + c
     bottom = fy * value
     top = value - bottom
     tl.atomic_add(p, top - fx * top, mask=k00 & in_c, sem="relaxed")
-    tl.atomic_add(p + C, fx * top, mask=k01 & in_c, sem="relaxed")
-    tl.atomic_add(p + W * C, bottom - fx * bottom, mask=k10 & in_c, sem="relaxed")
-    tl.atomic_add(p + (W * C + C), fx * bottom, mask=k11 & in_c, sem="relaxed")
+    tl.atomic_add(p + STRIDE, fx * top, mask=k01 & in_c, sem="relaxed")
+    tl.atomic_add(p + W * STRIDE, bottom - fx * bottom, mask=k10 & in_c, sem="relaxed")
+    tl.atomic_add(p + (W * STRIDE + STRIDE), fx * bottom, mask=k11 & in_c, sem="relaxed")
 
 
 @triton.jit

@@ -12,23 +12,34 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numba
 import torch
-from numba.core import config
+
+njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used here
+config: Any = numba.config
+FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 
-def jit(function: Callable | None = None, *, exact: bool = False) -> Callable:
-    """Compile once per state of our sources, cached on disk where that is possible; `exact` rounds every operation."""
-    if function is None:
-        return lambda f: jit(f, exact=exact)
+def jit(function: Callable) -> Callable:
+    """A kernel, compiled once per state of our sources and cached on disk where that is possible."""
     folder = _cache_folder()
-    fastmath = set() if exact else {"contract", "reassoc", "nsz", "arcp"}
     before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
     try:
-        return numba.njit(nogil=True, error_model="numpy", cache=folder is not None, fastmath=fastmath)(function)
+        return njit(nogil=True, error_model="numpy", cache=folder is not None, fastmath=FAST, no_cfunc_wrapper=True)(function)
     finally:
         config.CACHE_DIR = before
+
+
+def part(function: Callable) -> Callable:
+    """What kernels call: compiled into each of them, and not for itself, which halves the time that takes."""
+    return njit(error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def exact_part(function: Callable) -> Callable:
+    """The same with every operation rounded as it is written."""
+    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
@@ -48,7 +59,8 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
     others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     work()
     for other in others:
-        other.result()
+        if not other.cancel():  # one that has not begun has nothing left to do, and may wait for strangers' work
+            other.result()
 
 
 @lru_cache(1)

@@ -7,11 +7,16 @@ compute alike, so a sum has the same bits wherever in a row it is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils, types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
 LANES = 16
+intrinsic: Callable[..., Any] = extending.intrinsic  # the first argument is Numba's own, which type checkers do not know
 
 
 class Lanes(types.Type):
@@ -27,11 +32,12 @@ class _Model(models.PrimitiveModel):
 
 
 @intrinsic
-def load(typing, x, row, column):
-    """Lanes ``x[row, column : column + LANES]``; those beyond the end of the row are not read but zero."""
+def load(typing, x, row, column, end):
+    """Lanes ``x[row, column : column + LANES]``; those from column `end` on are not read but zero."""
 
     def generate(context, builder, signature, args):
-        pointer, left, align = _address(context, builder, signature.args[0], *args)
+        pointer, align = _address(context, builder, signature.args[0], *args[:3])
+        left = builder.sub(args[3], args[2])
         lanes = pointer.type.pointee
         long = ir.VectorType(left.type, LANES)
         with builder.if_else(builder.icmp_signed(">=", left, left.type(LANES)), likely=True) as (whole, part):
@@ -48,7 +54,7 @@ def load(typing, x, row, column):
         found.add_incoming(some_lanes, part_block)
         return found
 
-    return Lanes(x.dtype)(x, types.intp, types.intp), generate
+    return Lanes(x.dtype)(x, types.intp, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -56,7 +62,7 @@ def store(typing, v, x, row, column):
     """``x[row, column : column + LANES] = v``; the row must be long enough."""
 
     def generate(context, builder, signature, args):
-        pointer, _, align = _address(context, builder, signature.args[1], *args[1:])
+        pointer, align = _address(context, builder, signature.args[1], *args[1:])
         builder.store(args[0], pointer, align=align)
         return context.get_dummy_value()
 
@@ -100,12 +106,12 @@ def total(typing, v):
 
 
 def _address(context, builder, array_type, array, row, column):
-    """Where the lanes are, how many elements are left in the row, and the alignment."""
+    """Where the lanes begin, and how that is aligned."""
     x = context.make_array(array_type)(context, builder, array)
     width = cgutils.unpack_tuple(builder, x.shape)[1]
     lanes = ir.VectorType(x.data.type.pointee, LANES)
     first = builder.gep(x.data, [builder.add(builder.mul(row, width), column)])
-    return builder.bitcast(first, lanes.as_pointer()), builder.sub(width, column), array_type.dtype.bitwidth // 8
+    return builder.bitcast(first, lanes.as_pointer()), array_type.dtype.bitwidth // 8
 
 
 def _spread(builder, number, lanes):

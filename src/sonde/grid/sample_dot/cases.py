@@ -23,12 +23,13 @@ def eager(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_
     """What a user of plain PyTorch writes."""
     values = _cases.grid_sample(images, samples)
     plain, encoded = values.split([queries.shape[3], 2 * num_octaves], 1)
-    out = torch.einsum("bhqc,bcqd->bhqd", queries, plain)
+    out = torch.einsum("bhqc,bcqd->bhqd", queries.to(values.dtype), plain)
     if num_octaves:
-        phase = 2 * math.pi * 2.0 ** torch.arange(num_octaves, device=depths.device, dtype=depths.dtype) * depths[..., None]
-        waves = torch.stack([phase.sin(), phase.cos()], -1).flatten(-2)
-        out = out + torch.einsum("bqdc,bcqd->bqd", waves, encoded)[:, None]
-    return out
+        frequencies = 2 * math.pi * 2.0 ** torch.arange(num_octaves, device=depths.device, dtype=depths.dtype)
+        phase = frequencies[:, None, None] * depths[:, None]
+        waves = torch.stack([phase.sin(), phase.cos()], 2).flatten(1, 2)
+        out = out + (waves * encoded).sum(1)[:, None]
+    return out.to(torch.promote_types(images.dtype, queries.dtype))
 
 
 def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:

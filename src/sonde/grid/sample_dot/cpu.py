@@ -1,4 +1,4 @@
-"""``sample_dot`` on CPUs: the derivative of the form by its coefficients, and the other derivatives."""
+"""``sample_dot`` on CPUs: the derivative of the form by its coefficients; its gradients are the other derivatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from ...op.plan import Kernel
 from .. import _cpu_form as form
+
+NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # of the form's letters, as the gradients go
 
 
 def forward(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int) -> Tensor:
@@ -16,7 +19,36 @@ def forward(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | N
     return out.to(torch.promote_types(images.dtype, queries.dtype))
 
 
-def backward(grad, images, samples, queries, depths, num_octaves, *, needs: Sequence[bool], deterministic: bool):
-    of = list(compress(["images", "samples", "rows", "depths"], needs))
-    found = form.derivatives(of, images, samples, depths, num_octaves, coef=grad, rows=queries)
-    return [g.to(x.dtype) for g, x in zip(found, compress((images, samples, queries, depths), needs))]
+def backward(
+    grad: Tensor,
+    images: Tensor,
+    samples: Tensor,
+    queries: Tensor,
+    depths: Tensor | None,
+    num_octaves: int,
+    *,
+    needs: Sequence[bool],
+    deterministic: bool,
+):
+    return form.derivatives(list(compress(NAMES, needs)), images, samples, depths, num_octaves, coef=grad, rows=queries)
+
+
+def plan(
+    images: Tensor,
+    samples: Tensor,
+    queries: Tensor,
+    depths: Tensor | None,
+    num_octaves: int,
+    *,
+    needs: Sequence[bool],
+    deterministic: bool,
+) -> list[Kernel]:
+    result = torch.promote_types(images.dtype, queries.dtype)
+    given = (images, samples, depths, num_octaves)
+    kernels = form.kernels({"coef": ("out", result)}, "forward", *given, rows=queries)
+    if any(needs):
+        grad = torch.empty(*queries.shape[:3], samples.shape[2], dtype=result, device="meta")
+        values = zip(NAMES.items(), (images, samples, queries, depths))
+        of = {x: (name, value.dtype) for (x, name), value in compress(values, needs) if value is not None}
+        kernels += form.kernels(of, "backward", *given, coef=grad, rows=queries)
+    return kernels

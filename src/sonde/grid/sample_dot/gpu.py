@@ -23,9 +23,9 @@ def backward(
     *, needs: list[bool], deterministic: bool,
 ):  # fmt: skip
     wide = accumulator(images, samples, queries, depths)
-    T = form.operands(images, samples, wide, coef=grad, rows=queries, depths=depths, octaves=num_octaves)
     inputs = {"images": images, "samples": samples, "rows": queries, "depths": depths}
-    return form.gradients(T, inputs, needs, deterministic)
+    operands = dict(images=images, samples=samples, coef=grad, rows=queries, depths=depths, octaves=num_octaves)
+    return form.gradients(inputs, needs, deterministic, wide=wide, **operands)
 
 
 def plan(

@@ -19,7 +19,8 @@ def make(**sizes) -> tuple[Tensor, Tensor, Tensor]:
 
 def eager(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
     """What a user of plain PyTorch writes."""
-    return torch.einsum("bhqd,bcqd->bhqc", weights, _cases.grid_sample(images, samples))
+    values = _cases.grid_sample(images, samples)
+    return torch.einsum("bhqd,bcqd->bhqc", weights.to(values.dtype), values).to(images.dtype)
 
 
 def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:

@@ -19,7 +19,7 @@ def forward(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
 def backward(grad: Tensor, images: Tensor, samples: Tensor, weights: Tensor, *, needs: list[bool], deterministic: bool):
     wide = accumulator(images, samples, weights)
     inputs = {"images": images, "samples": samples, "coef": weights}
-    return form.gradients(form.operands(images, samples, wide, coef=weights, rows=grad), inputs, needs, deterministic)
+    return form.gradients(inputs, needs, deterministic, images=images, samples=samples, wide=wide, coef=weights, rows=grad)
 
 
 def plan(images: Tensor, samples: Tensor, weights: Tensor, *, needs: list[bool], deterministic: bool) -> list[Kernel]:

@@ -1,0 +1,113 @@
+"""Is the result right: values and every gradient against the float64 reference, in the run that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .operators import Operator
+
+FIXED = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative error in norm
+OF_REFERENCE = 1.1  # half precision: this times what the reference loses when it runs in that dtype
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Relative errors of the value and of each gradient, and what each may be."""
+
+    errors: dict[str, float]
+    tolerances: dict[str, float]
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        return {k: e for k, e in self.errors.items() if not e <= self.tolerances[k]}  # NaN is wrong
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k} is off by {e:.1e} (at most {self.tolerances[k]:.1e})" for k, e in self.wrong.items())
+
+
+class Truth:
+    """What a case should give, computed once in float64 and held against each contender."""
+
+    def __init__(self, operator: Operator, args: Sequence, cotangent: Tensor, taps: int):
+        self.names = [name for name, a in zip(operator.arguments, args) if isinstance(a, Tensor)]
+        self.dtype = cotangent.dtype
+        exact = dict(zip(operator.arguments, args))
+        if {"samples", "images"} <= exact.keys() and exact["samples"].dtype == torch.float32 and self.dtype != torch.float64:
+            exact["samples"] = _pixel_exact(exact["samples"], exact["images"])
+        self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
+        self.tolerances = dict.fromkeys(["value", *self.names], FIXED.get(self.dtype, 0.0))
+        if self.dtype not in FIXED:
+            rounded = _definition(operator, args, cotangent, torch.float32, taps)
+            dtypes = [self.dtype, *(a.dtype for a in args if isinstance(a, Tensor))]
+            floor = self._errors([x.to(dtype) for x, dtype in zip(rounded, dtypes)])
+            self.tolerances = {k: max(OF_REFERENCE * e, FIXED[torch.float32]) for k, e in floor.items()}
+
+    def _errors(self, found: Sequence[Tensor | None]) -> dict[str, float]:
+        return {k: relative_error(x, y) for k, x, y in zip(["value", *self.names], found, self.exact)}
+
+    def judge(self, function: Callable, args: Sequence, cotangent: Tensor) -> Verdict:
+        out, grads = forward_backward(function, args, cotangent)
+        return Verdict(self._errors([out, *grads]), self.tolerances)
+
+
+def relative_error(x: Tensor | None, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖; a gradient that does not exist counts as zero."""
+    difference = exact.norm() if x is None else (x.detach().to(exact.dtype) - exact).norm()
+    size = exact.norm()
+    if size == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return float(difference / size)
+
+
+def forward_backward(function: Callable, args: Sequence, cotangent: Tensor) -> tuple[Tensor, tuple]:
+    """The value, and the gradient of every tensor among the arguments."""
+    out = function(*args)
+    return out, torch.autograd.grad(out, [a for a in args if isinstance(a, Tensor)], cotangent, allow_unused=True)
+
+
+def leaves(args: Sequence) -> list:
+    """The same arguments, asking for gradients."""
+    return [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args]
+
+
+def _pixel_exact(samples: Tensor, images: Tensor) -> Tensor:
+    """float64 coordinates at which the reference lands on the pixel positions that float32 arithmetic gives.
+
+    A coordinate that rounds across a pixel edge is not a kernel's error. Nor is one that float64 arithmetic takes back
+    across it, hence the last line: a position that came out too low goes up by less than anything measured here.
+    """
+    H, W = images.shape[2:]
+    size = torch.tensor([W, H], device=samples.device)
+    x = (((samples + 1) * size - 1) / 2).double()
+    u = (2 * x + 1) / size - 1
+    return torch.where(((u + 1) * size - 1) / 2 < x, u + 2.0**-50, u)
+
+
+def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: torch.dtype, taps: int) -> list[Tensor]:
+    """Value and gradients by the reference in `dtype`, a slice of the queries at a time."""
+    wide: Mapping = {k: a.to(dtype) if isinstance(a, Tensor) else a for k, a in zip(operator.arguments, args)}
+    out = torch.zeros_like(cotangent, dtype=dtype, memory_format=torch.contiguous_format)
+    grads = {k: torch.zeros_like(a) for k, a in wide.items() if isinstance(a, Tensor)}
+    along, Q = operator.queries, cotangent.shape[operator.result]
+    step = max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 numbers per tap are alive at once
+    for start in range(0, Q, step):
+        n = min(step, Q - start)
+        part = leaves([a.narrow(along[k], start, n) if k in along else a for k, a in wide.items()])
+        given = cotangent.narrow(operator.result, start, n).to(dtype)
+        value, found = forward_backward(operator.reference, part, given)
+        out.narrow(operator.result, start, n).copy_(value.detach())
+        for (k, total), grad in zip(grads.items(), found):
+            if grad is not None:
+                (total.narrow(along[k], start, n) if k in along else total).add_(grad)
+    return [out, *grads.values()]
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes that one slice may take."""
+    if device.type == "cuda":
+        return min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+    return 512 << 20

@@ -1,0 +1,122 @@
+"""What the commands print: tables, a progress bar and complaints. Plain text, and no bar, where nobody is watching."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+
+class UsageError(Exception):
+    """The request cannot be met as written; the message says what would be."""
+
+
+def did_you_mean(what: str, given: str, valid: Iterable[str]) -> str:
+    valid = list(valid)
+    near = get_close_matches(given, valid, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {given!r}.{hint} Valid: {', '.join(valid)}"
+
+
+def pick(what: str, given: Sequence[str], valid: Iterable[str]) -> list[str]:
+    """The names in `given`, each of which may be several between commas; all must be valid."""
+    valid = list(valid)
+    names = [name for part in given for name in part.split(",") if name]
+    for name in names:
+        if name not in valid:
+            raise UsageError(did_you_mean(what, name, valid))
+    return list(dict.fromkeys(names))
+
+
+def writable(option: str, file: str | None, suffixes: Sequence[str] = ()) -> None:
+    """Complain about a file that could not be written before an hour is spent on what goes into it."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {file}: must be a file in a folder that exists")
+    if suffixes and path.suffix not in suffixes:
+        raise UsageError(f"{option} {file}: the name must end in one of {', '.join(suffixes)}")
+
+
+def interactive() -> bool:
+    return sys.stdout.isatty() and find_spec("rich") is not None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", left: int = 1) -> None:
+    """Print a table whose first `left` columns are words and whose others are numbers."""
+    if interactive():
+        from rich import box
+        from rich.console import Console
+        from rich.measure import Measurement
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for i, name in enumerate(head):
+            grid.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=left < len(head))
+        for row in rows:
+            grid.add_row(*map(Text, row))
+        console = Console(highlight=False)
+        if left < len(head):  # words may go on in the next line, numbers are never cut
+            natural = Measurement.get(console, console.options.update(max_width=1000), grid).maximum
+            console = Console(highlight=False, width=max(natural, console.width))
+        console.print(grid)
+        return
+    cells = [[cell.split("\n") for cell in row] for row in (head, *rows)]
+    width = [max(len(line) for row in cells for line in row[i]) for i in range(len(head))]
+    if title:
+        print(title)
+    for lines in cells:
+        for texts in zip_longest(*lines, fillvalue=""):
+            padded = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(texts, width))]
+            print("  " + "  ".join(padded).rstrip())
+    print()
+
+
+def dump(value: Any, file: str = "-") -> None:
+    """Write JSON to a file, or to stdout for ``-``."""
+    text = json.dumps(_strict(value), indent=1)
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n")
+
+
+def _strict(value: Any) -> Any:
+    """Five digits are more than any figure here deserves; NaN and infinity, for which JSON has no word, become strings."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(v) for v in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+
+
+@contextmanager
+def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar of `total` steps; the function it gives says what begins now, and that the step before is done."""
+    if not (show and interactive()):
+        yield lambda text: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    done = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    with Progress(BarColumn(), done, TimeElapsedColumn(), TextColumn("{task.description}"), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def begin(text: str) -> None:
+            nonlocal begun
+            bar.update(task, advance=1 if begun else 0, description=text)
+            begun = True
+
+        yield begin

@@ -1,0 +1,71 @@
+"""Run every operator on a real workload here: how exact, how fast and how lean it is next to eager PyTorch.
+
+Takes less than a minute on two CPU cores. The workload is epipolar attention as pixelSplat does it, scaled down on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from .console import dump, table, writable
+
+CASE = "pixelsplat_infer"
+ON_CPU = dict(B=1, Q=1024)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    from .plot import SUFFIXES
+
+    parser.add_argument("--json", action="store_true", help="print the records instead of the table")
+    parser.add_argument("--plot", metavar="FILE", help=f"draw speed-ups and memory ({', '.join(SUFFIXES)})")
+
+
+def run(options: argparse.Namespace) -> int:
+    from . import plot
+    from .bench import device, measured
+    from .operators import OPERATORS
+    from .protocol import Job
+
+    writable("--plot", options.plot, plot.SUFFIXES)
+    where = device(None)
+    todo = []
+    for operator in OPERATORS.values():
+        sizes = operator.cases.BENCH[CASE] | (ON_CPU if where.type == "cpu" else {})
+        todo.append(Job(operator, CASE, sizes, where))
+    records = list(measured(todo, show=not options.json, extras=False))
+    if options.json:
+        dump(records)
+    else:
+        show(records)
+    if options.plot and plot.save(records, options.plot) and not options.json:
+        print(f"Picture: {options.plot}")
+    return 0 if all(record["correct"] for record in records) else 1
+
+
+def show(records: list[dict]) -> None:
+    from .bench import number, ratio, times, worst
+
+    head = ["\n\noperator", "\n\nerror", "forward\nms\nsonde", "\n\neager", "\n\nfaster"]
+    head += ["+ backward\nms\nsonde", "\n\neager", "\n\nfaster", "memory\nMiB\nsonde", "\n\neager", "\n\nleaner"]
+    rows = []
+    for record in (r for r in records if r["figures"]):
+        ours, eager = record["figures"]["sonde"], record["figures"]["eager"]
+        row = [record["operator"], f"{worst(record):.1e}"]
+        for phase in ("forward", "forward_backward"):
+            row += [number(f.get(phase, {}).get("call_ms")) for f in (ours, eager)]
+            row.append(times(ratio(record, "eager", phase, "call_ms")))
+        row += [number(f.get(phase, {}).get("peak_mib")) for f in (ours, eager)]
+        rows.append([*row, times(ratio(record, "eager", phase, "peak_mib"))])
+    if rows:
+        first = next(r for r in records if r["figures"])
+        where, n = first["environment"], first["sizes"]
+        on = where["device"] + ("" if where["kind"] == "cuda" else f", {where['threads']} threads")
+        channels = n["C"] + 2 * n["octaves"]
+        size = f"{n['B']} × {n['Q']:,} queries × {n['D']} samples × {channels} channels, {n['heads']} heads, float32"
+        table(head, rows, f"{size}\n{on}")
+    for record in records:
+        if not record["correct"]:
+            print(f"WRONG: {record['operator']}: {record['wrong']}; no speed-up is reported")
+    print("Error: the worst of the value and all gradients against the float64 reference, relative in norm.")
+    print("Memory: the peak of forward + backward beyond the inputs.")
+    print("Next: sonde bench --backward (real sizes), sonde doctor (what can run here).")

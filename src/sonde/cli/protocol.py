@@ -1,0 +1,221 @@
+"""The measuring protocol: one operator on one case, checked, timed, weighed, and held against PyTorch and against the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from ..op.plan import choose
+from . import timing
+from .check import Truth, forward_backward, leaves
+from .environment import environment
+from .operators import Operator
+
+SECONDS = 0.1  # for each figure
+STAGES = ("checking", "timing", "weighing", "floor and host cost")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure. `against` eager is what a user of plain PyTorch writes, compile is ``torch.compile`` of that."""
+
+    operator: Operator
+    case: str
+    sizes: Mapping
+    device: torch.device
+    impl: str = "auto"
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    against: Sequence[str] = ("eager",)
+    backward: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.operator.name} {self.case} {self.dtype} {self.layout} {self.impl}"
+
+    def inputs(self, **sizes) -> list:
+        args = self.operator.cases.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device))
+        form = torch.channels_last if self.layout == "channels_last" else torch.contiguous_format
+        return [a.contiguous(memory_format=form) if n == "images" else a for n, a in zip(self.operator.arguments, args)]
+
+
+def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: bool = True) -> dict:
+    """One record, ready for JSON. No speed-up is in it unless the value and every gradient are right.
+
+    `begin` hears of each stage; `extras` are the floor and the host cost.
+    """
+    operator, device = job.operator, job.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    args = job.inputs()
+    asking = leaves(args)
+    counted = operator.cases.count(**job.sizes)
+    contenders: dict[str, Callable] = {
+        "sonde": partial(operator.function, impl=job.impl),
+        **{name: _baseline(job, name) for name in job.against},
+    }
+
+    begin(f"{job}: checking")
+    with torch.no_grad():
+        out = contenders["sonde"](*args)
+    generator = torch.Generator(device).manual_seed(1)
+    cotangent = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
+    read, written = sum(a.nbytes for a in args if isinstance(a, Tensor)), out.nbytes
+    truth = Truth(operator, args, cotangent, counted["taps"])
+    verdict = truth.judge(contenders["sonde"], asking, cotangent)
+    figures: dict[str, dict] = {"sonde": {"errors": verdict.errors}}
+    for name in job.against:
+        try:
+            figures[name] = {"errors": truth.judge(contenders[name], asking, cotangent).errors}
+        except RuntimeError as problem:  # out of memory, or nothing to compile with: that is a result too
+            figures[name] = {"failed": str(problem).strip().splitlines()[0]}
+            del contenders[name]
+    del truth, out
+
+    begin(f"{job}: timing")
+    phases: dict[str, dict[str, Callable]] = {"forward": {name: partial(_forward, call, args) for name, call in contenders.items()}}
+    if job.backward:
+        phases["forward_backward"] = {name: partial(forward_backward, call, asking, cotangent) for name, call in contenders.items()}
+    fits = device.type == "cuda" and read <= torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(256 * timing.MIB, dtype=torch.uint8, device=device) if fits else None
+    for phase, calls in phases.items():
+        for name, ms in timing.call_ms(calls, device, SECONDS).items():
+            figures[name][phase] = {"call_ms": ms}
+            if device.type == "cuda":
+                figures[name][phase] |= timing.graph_ms(calls[name], SECONDS, flush)
+
+    begin(f"{job}: weighing")
+    for phase, calls in phases.items():
+        for name, call in calls.items():
+            figures[name][phase]["peak_mib"] = timing.peak_mib(call, device)
+
+    record = dict(
+        operator=operator.name,
+        case=job.case,
+        sizes=dict(job.sizes),
+        impl=job.impl,
+        runs=choose(operator.name, job.impl, args[0]),
+        dtype=job.dtype,
+        layout=job.layout,
+        environment=environment(device),
+        counted={**counted, "bytes": {"forward": read + written, "forward_backward": 3 * read + 2 * written}},
+        fits_l2=fits,
+        tolerances=verdict.tolerances,
+        correct=not verdict.wrong,
+        wrong=str(verdict) or None,
+        figures=figures,
+        speedup=None if verdict.wrong else _speedups(figures),
+    )
+    begin(f"{job}: floor and host cost")
+    if extras:
+        record["floor"] = _floor(job, args, flush, record)
+        record["host_us"] = _host(operator, device, job.impl, job.dtype, job.layout)
+    return record
+
+
+def _baseline(job: Job, name: str) -> Callable:
+    eager = job.operator.cases.eager
+    if name == "eager":
+        return eager
+    torch.compiler.reset()  # each case is compiled for its own sizes
+    return torch.compile(eager, dynamic=False)
+
+
+def _forward(call: Callable, args: Sequence) -> Tensor:
+    with torch.no_grad():
+        return call(*args)
+
+
+def _speedups(figures: Mapping) -> dict:
+    """How many times less time and memory than each other contender, by phase and figure."""
+    ours = figures["sonde"]
+    return {
+        name: {
+            phase: {k: theirs[phase][k] / value for k, value in ours[phase].items() if value}
+            for phase in ("forward", "forward_backward")
+            if phase in ours
+        }
+        for name, theirs in figures.items()
+        if name != "sonde" and "failed" not in theirs
+    }
+
+
+def _floor(job: Job, args: Sequence, flush: Tensor | None, record: Mapping) -> dict:
+    """The least time each phase could take here, and what share of the time it takes that is.
+
+    ``copy``: every input is read once and every result written once (the backward pass reads the inputs and the cotangent
+    and writes a gradient for each input), as fast as a copy. ``gather``: a kernel that reads the rows that the samples
+    touch, in the same order, and computes nothing.
+    """
+    bandwidth = _bandwidth(job.device)
+    figure = "graph_ms" if job.device.type == "cuda" else "call_ms"
+    found: dict = {"copy_bytes_per_s": bandwidth}
+    for phase in ("forward", "forward_backward"):
+        if phase in record["figures"]["sonde"]:
+            ms = 1e3 * record["counted"]["bytes"][phase] / bandwidth
+            found[phase] = {"kind": "copy", "ms": ms, "share": ms / record["figures"]["sonde"][phase][figure]}
+    gather = _gather(job, args)
+    if gather is not None:
+        times = timing.graph_ms(gather, SECONDS, flush)
+        ours = record["figures"]["sonde"]["forward"]
+        found["forward"] = {"kind": "gather", "ms": times["graph_ms"], "share": times["graph_ms"] / ours["graph_ms"]}
+        if "cold_ms" in times:
+            found["forward"] |= {"cold_ms": times["cold_ms"], "cold_share": times["cold_ms"] / ours["cold_ms"]}
+    return found
+
+
+def _gather(job: Job, args: Sequence) -> Callable | None:
+    named = dict(zip(job.operator.arguments, args))
+    if job.device.type != "cuda" or not {"images", "samples"} <= named.keys():
+        return None
+    try:
+        from ..grid import _gpu_floor
+    except ImportError:  # no Triton
+        return None
+    floor = getattr(_gpu_floor, "floor", None)
+    return floor and partial(floor, named["images"].contiguous(memory_format=torch.channels_last), named["samples"])
+
+
+_bandwidth = cache(timing.copy_bandwidth)
+
+
+@cache
+def _host(operator: Operator, device: torch.device, impl: str, dtype: str, layout: str) -> dict:
+    """Host time of a call on a tiny input, above ``torch.relu`` forward and above a bare ``autograd.Function`` with backward."""
+    job = Job(operator, "", {}, device, impl, dtype, layout)
+    args = job.inputs(**operator.cases.SMALL["odd_sizes"])
+    asking = leaves(args)
+    call = partial(operator.function, impl=impl)
+    cotangent = torch.ones_like(call(*args))
+    x = torch.ones(8, device=device)
+    y = x.clone().requires_grad_()
+    forward = timing.host_us({"sonde": partial(_forward, call, args), "torch.relu": partial(_forward, torch.relu, [x])}, device)
+    backward = timing.host_us(
+        {
+            "sonde": partial(forward_backward, call, asking, cotangent),
+            "autograd.Function": partial(forward_backward, _bare, [y], x),
+        },
+        device,
+    )
+    return {
+        "forward": {**forward, "above": forward["sonde"] - forward["torch.relu"]},
+        "forward_backward": {**backward, "above": backward["sonde"] - backward["autograd.Function"]},
+    }
+
+
+class _Bare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grad, x, 0)  # one launch, as in torch.relu
+
+
+_bare = _Bare.apply

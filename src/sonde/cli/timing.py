@@ -1,0 +1,131 @@
+"""How time and memory are measured. The figures of one call are
+
+- ``call_ms``: one Python call, host included, until the device is done;
+- ``graph_ms``: one replay of the call as a CUDA graph, device only;
+- ``cold_ms``: the same after the L2 cache was overwritten;
+- ``peak_mib``: what torch's allocator hands out at the worst moment of the call, beyond what was there before. On CPUs the
+  profiler reads that allocator, so the figure means the same there; scratch that a CPU kernel takes on its own is not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+REPEATS = 7  # at least; CPU contenders take turns, so that a busy moment meets all of them
+MIB = 1 << 20
+
+
+def call_ms(calls: Mapping[str, Callable], device: torch.device, seconds: float) -> dict[str, float]:
+    """Median time of one call of each contender, over about `seconds` for each."""
+    if device.type == "cuda":
+        return {name: _events(call, seconds) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    deadline = time.perf_counter() + seconds * len(calls)
+    while len(next(iter(found.values()))) < REPEATS or time.perf_counter() < deadline:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            found[name].append(1e3 * (time.perf_counter() - start))
+    return {name: median(times) for name, times in found.items()}
+
+
+def graph_ms(call: Callable, seconds: float, flush: torch.Tensor | None = None) -> dict[str, float]:
+    """Median time of a CUDA-graph replay, and with `flush` also of one that finds nothing in the L2 cache."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    found = {"graph_ms": _events(graph.replay, seconds, batch=True)}
+    if flush is not None:
+        found["cold_ms"] = _events(graph.replay, seconds, before=lambda: flush.zero_())
+    return found
+
+
+def _events(call: Callable, seconds: float, batch: bool = False, before: Callable | None = None) -> float:
+    """Median milliseconds between two CUDA events, after a warm-up; `batch`: around several calls, enqueued together."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def once(times: int = 1) -> float:
+        if before:
+            before()
+        start.record()
+        for _ in range(times):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / times
+
+    torch.cuda.synchronize()
+    deadline = time.perf_counter() + seconds / 4
+    first = once()
+    while time.perf_counter() < deadline:
+        first = once()
+    times = max(1, min(50, int(2 / max(first, 1e-3)))) if batch else 1
+    found: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(found) < REPEATS or (time.perf_counter() < deadline and len(found) < 1000):
+        found.append(once(times))
+    return median(found)
+
+
+def peak_mib(call: Callable, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        held = call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it greets on stderr
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            held = call()
+        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        peak = now = 0
+        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+    del held  # results count as memory of the call
+    return peak / MIB
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes on this device, now."""
+    gpu = device.type == "cuda"
+    source = torch.ones((1024 if gpu else 64) * MIB // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    ms = graph_ms(copy, 0.05)["graph_ms"] if gpu else call_ms({"copy": copy}, device, 0.05)["copy"]
+    return 2e3 * source.nbytes / ms
+
+
+def host_us(calls: Mapping[str, Callable], device: torch.device) -> dict[str, float]:
+    """Microseconds of host time per call on inputs so small that the device never keeps it waiting; contenders take turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(REPEATS + 2):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(100):
+                call()
+            spent = time.perf_counter() - start
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 2:
+                found[name].append(1e4 * spent)
+    return {name: median(times) for name, times in found.items()}

@@ -1,0 +1,79 @@
+"""One run for everything: Triton kernels on a GPU where there is one, interpreted on CPU tensors where there is none."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, hence before the lines below
+
+from importlib.util import find_spec
+
+import pytest
+from helpers import OPERATORS, Operator, Target, round_as_hardware_does
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    round_as_hardware_does()
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.data_too_large]
+    settings.register_profile("sonde", deadline=None, max_examples=30, derandomize=True, database=None, suppress_health_check=quiet)
+    settings.register_profile("thorough", parent=settings.get_profile("sonde"), max_examples=1000, derandomize=False)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sonde"))
+
+
+def pytest_collection_modifyitems(items):
+    """A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session):
+    """The compilations of ``test_targets.py`` go on beside the other tests."""
+    for item in session.items:
+        if item.path.name == "test_targets.py" and not session.config.option.collectonly:
+            return item.module.started()
+
+
+def pytest_sessionfinish(session):
+    for module in {item.module for item in session.items if item.path.name == "test_targets.py"}:
+        module.stop()
+
+
+@pytest.fixture(params=OPERATORS)
+def operator(request) -> Operator:
+    return Operator.find(request.param)
+
+
+@pytest.fixture(params=["triton", "numba"])
+def target(request) -> Target:
+    """An implementation and the device whose tensors it takes in this run."""
+    pytest.importorskip(request.param)
+    return Target(request.param)
+
+
+@pytest.fixture
+def triton_target() -> Target:
+    pytest.importorskip("triton")
+    return Target("triton")
+
+
+@pytest.fixture
+def numba_target() -> Target:
+    pytest.importorskip("numba")
+    return Target("numba")
+
+
+@pytest.fixture(autouse=True)
+def same_state_after():
+    """No test leaves torch's global switches changed for the next."""
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)

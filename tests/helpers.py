@@ -1,0 +1,377 @@
+"""What the tests share: operators found by name, inputs in red zones, poisoned outputs, bounds on errors, spies."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import signal
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATORS = ["grid.sample_sum", "grid.sample_dot"]  # a new operator adds its name; the rest is derived from its folder
+
+HAS_GPU = torch.cuda.is_available()
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Target:
+    impl: str
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.impl == "triton" and HAS_GPU else "cpu"
+
+    @property
+    def interpreted(self) -> bool:
+        return self.impl == "triton" and self.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Operator:
+    path: str
+    function: Callable  # the public one
+    op: Callable  # what operator() returned
+    reference: Callable
+    cases: ModuleType
+
+    @staticmethod
+    def find(path: str) -> Operator:
+        name = path.rsplit(".", 1)[-1]
+        part = {file: import_module(f"sonde.{path}.{file}") for file in ("api", "reference", "cases")}
+        return Operator(path, getattr(part["api"], name), getattr(part["api"], f"_{name}"), getattr(part["reference"], name), part["cases"])
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(inspect.signature(self.reference).parameters)
+
+    def kernels(self, impl: str) -> ModuleType:
+        return import_module(f"sonde.{self.path}.{ {'triton': 'gpu', 'numba': 'cpu'}[impl] }")
+
+    def make(self, case: str | None = None, **options) -> tuple:
+        sizes = self.cases.SMALL[case] if case else {}
+        return self.cases.make(**{**sizes, **options})
+
+    def call(self, target: Target | str) -> Callable:
+        impl = target if isinstance(target, str) else target.impl
+        return lambda *args: self.function(*args, impl=impl)
+
+
+def cases() -> list[tuple[str, str]]:
+    return [(path, case) for path in OPERATORS for case in import_module(f"sonde.{path}.cases").SMALL]
+
+
+def floats(args: Sequence) -> list[int]:
+    """Positions of the tensors that have gradients."""
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()]
+
+
+def tensors(args: Sequence) -> list[int]:
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+
+def tuple_of(out) -> tuple:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def replaced(args: Sequence, where: Sequence[int], by: Sequence) -> list:
+    args = list(args)
+    for i, x in zip(where, by):
+        args[i] = x
+    return args
+
+
+def leaves(args: Sequence) -> list:
+    """The same memory, asking for gradients."""
+    return [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def cotangents(outs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.device, o.dtype) for o in outs]
+
+
+def value_and_grads(function: Callable, args: Sequence, grads: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, and the gradients of every floating-point argument (zeros where it is not used)."""
+    args = leaves(args)
+    outs = [o for o in tuple_of(function(*args)) if o.requires_grad]
+    wanted = [args[i] for i in floats(args)]
+    if not outs:
+        return list(tuple_of(function(*args))), [torch.zeros_like(a) for a in wanted]
+    grads = cotangents(outs) if grads is None else [g.to(o.dtype) for g, o in zip(grads, outs)]
+    found = torch.autograd.grad(outs, wanted, grads, allow_unused=True)
+    return [o.detach() for o in outs], [torch.zeros_like(a) if g is None else g for a, g in zip(wanted, found)]
+
+
+# ---- bounds -------------------------------------------------------------------------------------------------------------
+
+
+def accumulator(args: Sequence) -> torch.dtype:
+    return torch.float64 if any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor)) else torch.float32
+
+
+def exact(operator: Operator, args: Sequence) -> list:
+    """float64 arguments for the reference, with the pixel positions that the accumulation dtype rounds them to.
+
+    Positions are computed with every operation rounded, so that they have the same bits in every implementation;
+    a coordinate that rounds across a pixel's edge is then nobody's error.
+    """
+    wide = accumulator(args)
+    made = [a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    named = dict(zip(operator.arguments, args))
+    if "samples" in named and wide is not torch.float64:
+        H, W = named["images"].shape[2:]
+        parts = [_same_position(u, size) for u, size in zip(named["samples"].detach().to(wide).unbind(-1), (W, H))]
+        made[operator.arguments.index("samples")] = torch.stack(parts, -1)
+    return made
+
+
+def _same_position(u: Tensor, size: int) -> Tensor:
+    """The float64 coordinate of the pixel position that float32 finds for `u`, in the same cell."""
+    if not size:
+        return u.double()
+    x = (((u + 1) * size - 1) / 2).double()
+    u = (2 * x + 1) / size - 1
+    for _ in range(64):
+        below = (((u + 1) * size - 1) / 2).floor() < x.floor()  # false for NaN
+        u = torch.where(below, torch.nextafter(u, torch.full_like(u, torch.inf)), u)
+    return u
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return (got.double() - want).norm().item()
+
+
+def assert_exact(what: str, got: Tensor, want: Tensor, lossy: Tensor, slack: float = 0.0) -> None:
+    """Within the bar of `got`'s dtype; `want` is float64, `lossy` the reference run with the same arguments."""
+    assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, expected {list(want.shape)}"
+    assert got.dtype == lossy.dtype, f"{what}: {got.dtype}, expected {lossy.dtype}"
+    scale, found, of_reference = want.norm().item(), error(got, want), error(lossy, want)
+    bound = {
+        torch.float64: 1e-12 * scale,
+        torch.float32: 2e-6 * scale,
+    }.get(got.dtype, 1.1 * of_reference + 2e-6 * scale)
+    bound += slack
+    assert found <= bound, (  # also false for NaN
+        f"{what}: error {found:.3g} in norm, allowed {bound:.3g} (norm {scale:.3g}, the reference in {got.dtype} loses {of_reference:.3g})"
+    )
+
+
+def assert_agrees(operator: Operator, target: Target, args: Sequence, note: str = "", given: Sequence | None = None, slack: bool = False):
+    """Values and all gradients of `args` against the float64 reference; `given` are the same values in another layout.
+
+    `slack` allows for the cancellation that a result of very few elements can suffer.
+    """
+    lossy, lossy_grads = value_and_grads(operator.reference, args)
+    grads = [redzone(g) for g in cotangents(lossy)]
+    want, want_grads = value_and_grads(operator.reference, exact(operator, args), grads)
+    got, got_grads = value_and_grads(operator.call(target), args if given is None else given, grads)
+    names = ["value"] * len(want) + [f"gradient of {operator.arguments[i]}" for i in floats(args)]
+    for what, a, b, c in zip(names, [*got, *got_grads], [*want, *want_grads], [*lossy, *lossy_grads], strict=True):
+        extra = 128 * torch.finfo(accumulator(args)).eps * b.numel() ** 0.5 + torch.finfo(a.dtype).eps * b.norm().item() if slack else 0.0
+        assert_exact(f"{note} {what}".strip(), a, b, c, extra)
+    return got, got_grads
+
+
+def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+               if x.numel() else x.shape == y.shape for x, y in zip(a, b, strict=True))  # fmt: skip
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "channels_last", "reversed", "sliced", "misaligned", "expanded", "padded_rows")
+
+
+def restride(t: Tensor, layout: str) -> Tensor:
+    """The values of `t` in another memory layout (``expanded``: those of its first row, in every row)."""
+    if layout == "channels_last" and t.ndim == 4:
+        return t.contiguous(memory_format=torch.channels_last)
+    if layout == "reversed":
+        return t.permute(*range(t.ndim)[::-1]).contiguous().permute(*range(t.ndim)[::-1])
+    if layout == "sliced":
+        wide = torch.full((*t.shape[:-1], 2 * t.shape[-1] + 1), torch.nan, dtype=t.dtype, device=t.device)
+        return wide[..., 1::2].copy_(t)
+    if layout == "misaligned":
+        flat = torch.full((t.numel() + 1,), torch.nan, dtype=t.dtype, device=t.device)
+        return flat[1:].view(t.shape).copy_(t)
+    if layout == "expanded":
+        return t[:1].expand(t.shape) if t.shape[0] else t
+    if layout == "padded_rows" and t.ndim > 1:
+        wide = torch.full((*t.shape[:-2], t.shape[-2] + 1, t.shape[-1] + 3), torch.nan, dtype=t.dtype, device=t.device)
+        return wide[..., 1:, 2 : 2 + t.shape[-1]].copy_(t)
+    return t.contiguous()
+
+
+def redzone(t: Any, pad: int = 64) -> Any:
+    """The same values and strides in the middle of a NaN buffer, so that a stray read poisons the result."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    buffer = torch.full((span + 2 * pad,), torch.nan, dtype=t.dtype, device=t.device)
+    if span:
+        buffer[pad : pad + span] = t.as_strided((span,), (1,))  # gaps and all, since elements may share memory
+    return buffer.as_strided(t.shape, t.stride(), pad)
+
+
+@contextmanager
+def poisoned(pad: int = 64) -> Iterator[None]:
+    """Uninitialised memory is NaN (or an absurd integer) and fenced: reading it shows in results, writing past it is an error."""
+    fences = []
+
+    def fence(t: Tensor) -> Tensor:
+        if t.device.type == "meta" or t.layout is not torch.strided or type(t) is not Tensor:
+            return t
+        bad = torch.nan if t.is_floating_point() or t.is_complex() else (True if t.dtype is torch.bool else torch.iinfo(t.dtype).max // 2)
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+        buffer = torch.full((span + 2 * pad,), bad, dtype=t.dtype, device=t.device)
+        fences.append((buffer, span, bad))
+        return buffer.as_strided(t.shape, t.stride(), pad)
+
+    owners = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
+    owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
+    before = [(owner, n, n in vars(owner), getattr(owner, n)) for owner, n in owners]
+    for owner, n, _, real in before:
+        setattr(owner, n, lambda *a, _real=real, **k: fence(_real(*a, **k)))
+    try:
+        yield
+    finally:
+        for owner, n, own, real in before:
+            if own:
+                setattr(owner, n, real)
+            else:
+                delattr(owner, n)
+    for buffer, span, bad in fences:
+        edges = torch.cat([buffer[:pad], buffer[pad + span :]])
+        intact = edges.isnan() if bad != bad else edges == bad
+        assert intact.all(), f"wrote outside a tensor of {span} elements"
+
+
+# ---- spies --------------------------------------------------------------------------------------------------------------
+
+
+def spy(monkeypatch, operator: Operator, impl: str) -> list[tuple[str, dict]]:
+    """Record every call of the kernels' launchers: ``("forward" | "backward", keywords)``."""
+    calls: list[tuple[str, dict]] = []
+    module = operator.kernels(impl)
+    for phase in ("forward", "backward"):
+
+        def noted(*args, _phase=phase, _real=getattr(module, phase), **keywords):
+            calls.append((_phase, keywords))
+            return _real(*args, **keywords)
+
+        monkeypatch.setattr(module, phase, noted)
+    return calls
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every new storage that a function makes on its way, and the most that lived at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[tuple[str, int]] = []
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tuple_of(out):
+            if isinstance(t, Tensor) and "set_" not in str(func) and t.untyped_storage().data_ptr() not in seen:
+                storage = t.untyped_storage()
+                self.sizes.append((str(func), storage.nbytes()))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage.nbytes())
+        return out
+
+    def freed(self, size: int) -> None:
+        self.now -= size
+
+
+def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]:
+    """What the kernels' launchers allocate, call by call."""
+    found: list[Allocations] = []
+    module = operator.kernels(impl)
+    for phase in ("forward", "backward"):
+
+        def watched(*args, _real=getattr(module, phase), **keywords):
+            with Allocations() as mode:
+                out = _real(*args, **keywords)
+                out = out if isinstance(out, Tensor) else list(out)
+            found.append(mode)
+            return out
+
+        monkeypatch.setattr(module, phase, watched)
+    return found
+
+
+def round_as_hardware_does() -> None:
+    """Triton's interpreter cuts off what bfloat16 cannot hold; every GPU rounds to nearest even."""
+    from triton.runtime import interpreter
+
+    cut = interpreter._convert_float
+
+    def convert(x, source, target, mode):
+        if target.is_bf16() and (source.is_fp32() or source.is_fp64()):
+            return torch.from_numpy(x.copy()).bfloat16().view(torch.uint16).numpy()
+        return cut(x, source, target, mode)
+
+    interpreter._convert_float = convert
+
+
+@contextmanager
+def deterministic(on: bool = True) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def in_child(function: Callable[[], Any], seconds: int = 60) -> Any:
+    """What `function` returns in a forked process; a crash there is an error here and nothing more."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.alarm(seconds)
+            try:
+                out = (True, function())
+            except BaseException:
+                out = (False, traceback.format_exc())
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump(out, pipe)
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        raw = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert raw and not os.WIFSIGNALED(status), f"the child died: status {status}"
+    ok, value = pickle.loads(raw)
+    assert ok, value
+    return value
+
+
+def distinct_sizes(operator: Operator, more: int = 0) -> dict[str, Any]:
+    """Sizes of the first SMALL case made different from each other and from 2, so that a tracer cannot take one for another."""
+    sizes = next(iter(operator.cases.SMALL.values()))
+    letters = [k for k, v in sizes.items() if isinstance(v, int) and k != "octaves"]
+    order = sorted(letters, key=lambda k: (k not in "BQND", k))  # what counts programs stays small
+    return {**sizes, **{k: 3 + i + more for i, k in enumerate(order)}}

@@ -1,0 +1,909 @@
+"""What every operator must satisfy, in every implementation. A new operator adds one line to ``helpers.OPERATORS``."""
+
+import inspect
+import itertools
+import os
+import shutil
+import threading
+import tracemalloc
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    HAS_GPU,
+    LAYOUTS,
+    Operator,
+    Target,
+    allocations,
+    assert_agrees,
+    cases,
+    cotangents,
+    deterministic,
+    distinct_sizes,
+    floats,
+    in_child,
+    leaves,
+    poisoned,
+    redzone,
+    replaced,
+    restride,
+    same_bits,
+    spy,
+    tensors,
+    tuple_of,
+    value_and_grads,
+)
+from torch import Tensor
+
+import sonde
+from sonde.op.plan import Determinism
+
+try:
+    from hypothesis import given
+    from hypothesis import strategies as st
+except ImportError:  # the GPU machine has none
+    given = None
+needs_hypothesis = pytest.mark.skipif(given is None, reason="needs hypothesis")
+
+HAS_COMPILER = bool(shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"))
+BACKEND = "inductor" if HAS_GPU or HAS_COMPILER else "aot_eager"
+TINY = dict(B=2, C=3, H=4, W=5, Q=3, D=2, heads=2, octaves=1, layout="uniform")  # no sample on an edge between pixels
+MIXED = [  # features, everything else
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+]
+
+
+def short(x) -> str:
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else str(x)
+
+
+def tiny(operator: Operator, target: Target | str = "cpu", dtype: torch.dtype = torch.float64, **options) -> tuple:
+    """Arguments small enough to interpret many times."""
+    device = target if isinstance(target, str) else target.device
+    return operator.make(**TINY, dtype=dtype, device=device, **options)
+
+
+# ---- values and gradients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("path", "case"), cases())
+def test_values_and_gradients(path, case, dtype, target):
+    """The definition is what runs: every edge, with stray reads, unwritten outputs and stray writes made visible."""
+    if target.interpreted and dtype not in (torch.float32, torch.bfloat16) and case not in ("odd_sizes", "hostile"):
+        pytest.skip("the interpreter is slow; float32 and bfloat16 stand for the rest here")
+    operator = Operator.find(path)
+    args = [redzone(a) for a in operator.make(case, dtype=dtype, device=target.device)]
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for mode in (False, True) if dtype == torch.float32 or not target.interpreted else (case == "odd_sizes",):
+        with deterministic(mode), poisoned():
+            assert_agrees(operator, target, args, "deterministic" if mode else "default")
+    assert same_bits([args[i] for i in tensors(args)], [before[i] for i in tensors(args)]), "an input was changed"
+
+
+@pytest.mark.parametrize(("features", "others"), MIXED, ids=short)
+def test_mixed_dtypes(operator, target, features, others):
+    """bf16 features with fp32 coordinates is the normal case under autocast; nothing is rounded twice or promoted."""
+    args = tiny(operator, target, features)
+    first = floats(args)[0]
+    args = [redzone(a.to(others)) if i in floats(args) and i != first else redzone(a) for i, a in enumerate(args)]
+    with poisoned():
+        outs, grads = assert_agrees(operator, target, args, slack=torch.bfloat16 in (features, others))
+    assert [g.dtype for g in grads] == [args[i].dtype for i in floats(args)]
+    assert [o.dtype for o in outs] == [o.dtype for o in tuple_of(operator.reference(*args))]
+
+
+def test_single_wide_operand_widens_the_sum(operator, target):
+    """One float64 operand is enough for float64 accumulation, whichever it is."""
+    args = tiny(operator, target, torch.float32)
+    for wide in floats(args):
+        assert_agrees(operator, target, replaced(args, [wide], [args[wide].double()]), operator.arguments[wide])
+
+
+def test_autocast_changes_nothing(operator, target):
+    """Autocast neither lowers coordinates nor results."""
+    args = tiny(operator, target, torch.float32)
+    outs, grads = value_and_grads(operator.call(target), args)
+    with deterministic(), torch.autocast(target.device, torch.bfloat16):
+        cast_outs, cast_grads = value_and_grads(operator.call(target), args)
+    assert same_bits(outs, cast_outs)
+    assert [g.dtype for g in cast_grads] == [g.dtype for g in grads]
+    for a, b in zip(cast_grads, grads):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_modes_without_gradients(operator, target):
+    """no_grad, inference mode and inputs that ask for nothing give the same bits and no graph."""
+    args = tiny(operator, target, torch.float32)
+    want = tuple_of(operator.call(target)(*leaves(args)))
+    assert all(o.requires_grad for o in want)
+    plain = tuple_of(operator.call(target)(*args))
+    with torch.no_grad():
+        quiet = tuple_of(operator.call(target)(*leaves(args)))
+    with torch.inference_mode():
+        inference = tuple_of(operator.call(target)(*[a.clone() if isinstance(a, Tensor) else a for a in args]))
+    for outs in (plain, quiet, inference):
+        assert not any(o.requires_grad for o in outs)
+        assert same_bits([o.detach() for o in want], outs)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton", "numba"])
+def test_gradcheck(operator, impl):
+    """Both derivatives against finite differences: what the kernels yield and what is derived from them."""
+    target = Target(impl)
+    if impl != "reference":
+        pytest.importorskip(impl)
+    args = leaves(tiny(operator, target))
+    fn = operator.call(impl)
+    with deterministic():  # finite differences must not see atomics
+        assert torch.autograd.gradcheck(fn, args, fast_mode=target.interpreted)
+        assert torch.autograd.gradgradcheck(fn, args, fast_mode=True)
+
+
+def test_only_the_needed_gradients(operator, target, monkeypatch):
+    """Whoever trains one input does not pay for the others."""
+    args = tiny(operator, target)
+    wanted = floats(args)
+    _, want = value_and_grads(operator.reference, args)
+    calls = spy(monkeypatch, operator, target.impl)
+    operator.call(target)(*args)
+    assert [phase for phase, _ in calls] == ["forward"]
+    subsets = [c for n in range(1, len(wanted) + 1) for c in itertools.combinations(range(len(wanted)), n)]
+    for chosen in [*subsets[: len(wanted)], subsets[-2]] if target.interpreted else subsets:
+        calls.clear()
+        given = [a.detach().requires_grad_(i in [wanted[k] for k in chosen]) if i in wanted else a for i, a in enumerate(args)]
+        out = tuple_of(operator.call(target)(*given))
+        found = torch.autograd.grad(out, [given[wanted[k]] for k in chosen], cotangents(out))
+        assert [phase for phase, _ in calls] == ["forward", "backward"]
+        assert list(calls[-1][1]["needs"]) == [k in chosen for k in range(len(wanted))]
+        for k, g in zip(chosen, found):
+            torch.testing.assert_close(g, want[k], rtol=1e-9, atol=1e-11)
+        plan = sonde.explain(operator.call(target), *given)
+        assert len(plan.kernels) > 1
+        for k in set(range(len(wanted))) - set(chosen):
+            name = operator.arguments[wanted[k]]
+            assert not any(name in written for kernel in plan.kernels for written in kernel.writes if kernel.phase == "backward"), name
+
+
+def test_saves_nothing_but_its_inputs(operator, target):
+    """No converted copy of the images waits for the backward pass."""
+    args = leaves(tiny(operator, target, torch.float32))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = tuple_of(operator.call(target)(*args))
+    allowed = {t.untyped_storage().data_ptr() for t in [*out, *args] if isinstance(t, Tensor)}
+    assert kept
+    assert all(t.untyped_storage().data_ptr() in allowed for t in kept)
+
+
+def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch):
+    """create_graph=True pays for the reference only if someone differentiates again."""
+    args = leaves(tiny(operator, target))
+    calls = spy(monkeypatch, operator, target.impl)
+    out = tuple_of(operator.call(target)(*args))
+    grads = torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents(out), create_graph=True)
+    assert [phase for phase, _ in calls] == ["forward", "backward"]
+    second = torch.autograd.grad(sum((g**2).sum() for g in grads), [args[i] for i in floats(args)])
+    twin = leaves(args)
+    out = tuple_of(operator.reference(*twin))
+    grads = torch.autograd.grad(out, [twin[i] for i in floats(args)], cotangents(out), create_graph=True)
+    for a, b in zip(second, torch.autograd.grad(sum((g**2).sum() for g in grads), [twin[i] for i in floats(args)])):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_layouts(operator, target, layout, dtype):
+    """Any strides of any input give what the contiguous copy gives, in red zones, for every argument and for all at once."""
+    args = tiny(operator, target, dtype) if target.interpreted else operator.make("odd_sizes", dtype=dtype, device=target.device)
+    for which in [floats(args)] if target.interpreted else [*([i] for i in floats(args)), floats(args)]:
+        moved = replaced(args, which, [redzone(restride(args[i], layout)) for i in which])
+        plain = replaced(args, which, [moved[i].contiguous() for i in which])
+        with poisoned():
+            assert_agrees(operator, target, plain, f"{layout} {[operator.arguments[i] for i in which]}", given=moved)
+
+
+def test_layout_of_the_cotangent(operator, target):
+    """``sum().backward()`` sends an expanded zero-stride gradient, a transpose a strided one."""
+    args = tiny(operator, target)
+    outs = tuple_of(operator.reference(*args))
+    ones = [torch.ones((), dtype=o.dtype, device=o.device).expand(o.shape) for o in outs]
+    flipped = [restride(g, "reversed") for g in cotangents(outs)]
+    sliced = [redzone(restride(g, "sliced")) for g in cotangents(outs)]
+    for grads in (ones, flipped, sliced):
+        _, want = value_and_grads(operator.reference, args, [g.contiguous() for g in grads])
+        _, got = value_and_grads(operator.call(target), args, grads)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_layout_of_results(operator, target):
+    """Gradients of channels-last images are channels-last; everything else is contiguous, as the fake function says."""
+    args = tiny(operator, target, torch.float32)
+    for layout in LAYOUTS:
+        moved = [restride(a, layout) if i in floats(args) else a for i, a in enumerate(args)]
+        outs, grads = value_and_grads(operator.call(target), moved)
+        assert all(o.is_contiguous() for o in outs)
+        for i, grad in zip(floats(args), grads):
+            name = operator.arguments[i]
+            if name == "images" and layout == "channels_last":
+                assert grad.is_contiguous(memory_format=torch.channels_last), f"{layout} {name}"
+            else:
+                assert grad.is_contiguous(), f"{layout} {name}"
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_channels_last_images_are_never_copied(operator, target, phase, monkeypatch):
+    """No allocation of the launchers is as large as the images, which dwarf everything else."""
+    if "images" not in operator.arguments:
+        pytest.skip("reads no images")
+    args = list(operator.make(B=1, C=8, H=256, W=256, Q=2, D=2, heads=1, octaves=1, device=target.device))
+    args[0] = args[0].contiguous(memory_format=torch.channels_last)
+    given = [a.detach().requires_grad_(i > 0) if i in floats(args) else a for i, a in enumerate(args)]
+    operator.call(target)(*given)  # compile first
+    found = allocations(monkeypatch, operator, target.impl)
+    tracemalloc.start()
+    try:
+        if phase == "forward":
+            operator.call(target)(*args)
+        else:
+            tuple_of(operator.call(target)(*given))[0].sum().backward()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    sizes = [size for mode in found for size in mode.sizes]
+    assert sizes
+    assert max(size for _, size in sizes) < args[0].nbytes // 2, sizes
+    if target.impl == "numba":  # numpy's memory is traced, torch's is not
+        assert peak < args[0].nbytes // 2
+
+
+def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
+    """The wide form of every kernel gives the bits of the narrow one."""
+    form = __import__("sonde.grid._gpu_form", fromlist=["FORCE_INT64"])
+    for case, dtype in (("odd_sizes", torch.float32), ("hostile", torch.bfloat16)):
+        args = operator.make(case, dtype=dtype, device=triton_target.device)
+        with deterministic():
+            narrow = value_and_grads(operator.call("triton"), args)
+            with monkeypatch.context() as patch:
+                patch.setattr(form, "FORCE_INT64", True)
+                wide = value_and_grads(operator.call("triton"), args)
+        assert same_bits([*narrow[0], *narrow[1]], [*wide[0], *wide[1]]), (case, dtype)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_storage_beyond_32_bits(operator, target, layout):
+    """A batch whose rows lie more than 2³¹ elements apart is read and differentiated correctly (memory is only reserved)."""
+    args = list(tiny(operator, target, torch.float16))
+    rows = restride(args[0], layout)
+    far = 2**31 + 64
+
+    def compare():
+        huge = torch.empty(rows.shape[0] * far, dtype=rows.dtype, device=rows.device)
+        images = huge.as_strided(rows.shape, (far, *rows.stride()[1:]))
+        images.copy_(rows)
+        got = value_and_grads(operator.call(target), [images, *args[1:]])
+        return [t.cpu() for t in [*got[0], *got[1]]]
+
+    with deterministic():
+        torch.utils.deterministic.fill_uninitialized_memory, before = False, torch.utils.deterministic.fill_uninitialized_memory
+        try:
+            got = compare() if HAS_GPU else in_child(compare)  # a wild pointer must not end this process
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = before
+        want = value_and_grads(operator.call(target), [rows, *args[1:]])
+    for a, b in zip(got, [*want[0], *want[1]]):
+        torch.testing.assert_close(a, b.cpu())
+
+
+# ---- registration: opcheck, compile, export -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
+def test_registration(operator, target, grad):
+    """Schema, fake, autograd and dynamic tracing of both registered operators are consistent."""
+    args = [a.clone() if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
+    outs = tuple_of(operator.call(target)(*args))
+    given = leaves(args) if grad else args
+    torch.library.opcheck(operator.op.forward_op, (*given, target.impl, True))
+    grads = [g.requires_grad_(grad) for g in cotangents(outs)]
+    for needs in ([True] * len(floats(args)), [i == 0 for i in range(len(floats(args)))]):
+        torch.library.opcheck(operator.op.backward_op, (*grads, *given, needs, target.impl, True))
+
+
+def test_registration_with_channels_last(operator, target):
+    """Fake and real strides agree for channels-last inputs too."""
+    args = [restride(a, "channels_last") if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
+    torch.library.opcheck(operator.op.forward_op, (*leaves(args), target.impl, True))
+    grads = cotangents(tuple_of(operator.call(target)(*args)))
+    torch.library.opcheck(operator.op.backward_op, (*grads, *args, [True] * len(floats(args)), target.impl, True))
+
+
+def compare_compiled(compiled, fn, args):
+    got, want = value_and_grads(compiled, args), value_and_grads(fn, args)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_compiles_once_for_all_sizes(operator, target):
+    """One graph, forward and backward, and no second one when sizes change."""
+    torch._dynamo.reset()
+    fn = lambda *a: operator.function(*a, impl=target.impl) * 2
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=BACKEND)
+    compare_compiled(compiled, fn, operator.make(**distinct_sizes(operator), device=target.device))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare_compiled(compiled, fn, operator.make(**distinct_sizes(operator, 1), device=target.device))
+    torch._dynamo.reset()
+
+
+def test_compiles_every_path(operator, target):
+    """Static shapes, no gradients, deterministic mode, `auto` and channels-last leave no break in the graph."""
+    torch._dynamo.reset()
+    args = tiny(operator, target, torch.float32)
+    for impl, mode, layout in (("auto", False, "contiguous"), (target.impl, True, "channels_last"), ("reference", False, "contiguous")):
+        fn = lambda *a, impl=impl: operator.function(*a, impl=impl).sin()
+        moved = [restride(a, layout) if isinstance(a, Tensor) else a for a in args]
+        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        with deterministic(mode):
+            torch.testing.assert_close(compiled(*moved), fn(*moved))
+            compare_compiled(compiled, fn, moved)
+    torch._dynamo.reset()
+
+
+def test_determinism_flag_is_in_the_graph(operator, target):
+    """A graph traced in one mode is not reused in the other."""
+    torch._dynamo.reset()
+    flags = []
+
+    def backend(graph, _):
+        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is operator.op.forward_op)
+        return graph.forward
+
+    args = tiny(operator, target, torch.float32)
+    compiled = torch.compile(operator.call(target), fullgraph=True, backend=backend)
+    compiled(*args)
+    with deterministic():
+        compiled(*args)
+    assert flags == [False, True]
+    torch._dynamo.reset()
+
+
+def test_exports_runs_and_trains(operator, target):
+    """An exported program holds the operator, runs at other sizes, and its gradients are the operator's."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.tensor(1.5, device=target.device))
+
+        def forward(self, first, *rest):
+            return operator.function(first * self.gain, *rest, impl=target.impl)
+
+    model = Model()
+    args = operator.make(**distinct_sizes(operator), device=target.device)
+    auto = [{d: torch.export.Dim.AUTO for d in range(a.ndim)} if isinstance(a, Tensor) else None for a in args]
+    program = torch.export.export(model, tuple(args), dynamic_shapes=(auto[0], tuple(auto[1:])))
+    assert any(node.target is operator.op.forward_op for node in program.graph.nodes)
+    exported = program.module()
+    other = operator.make(**distinct_sizes(operator, 1), device=target.device)
+    torch.testing.assert_close(exported(*other), model(*other))
+    compare_compiled(exported, model, other)
+    for module in (exported, model):
+        module(*args).square().sum().backward()
+    (trained,), (expected,) = exported.parameters(), model.parameters()
+    assert expected.grad.abs() > 0
+    torch.testing.assert_close(trained.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_traced_calls_check_shapes_too(operator):
+    """What a graph calls directly refuses bad shapes while it is traced, not at run time."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        args = [torch.empty(a.shape) if isinstance(a, Tensor) else a for a in tiny(operator)]
+        assert operator.op.forward_op(*args, "triton", False).shape == operator.reference(*args).shape
+        for i in tensors(args):
+            with pytest.raises((ValueError, TypeError), match=operator.name):
+                operator.op.forward_op(*replaced(args, [i], [torch.empty(1)]), "triton", False)
+
+
+# ---- torch.func -----------------------------------------------------------------------------------------------------------
+
+
+def mapped_args(operator, target, n=3):
+    """Arguments of `n` calls, stacked along different dimensions, some shared: ``(args, in_dims, calls)``."""
+    each = [operator.make(**TINY, dtype=torch.float64, device=target.device, seed=s) for s in range(n)]
+    args, dims = [], []
+    for position, column in enumerate(zip(*each)):
+        if not isinstance(column[0], Tensor):
+            args.append(column[0])
+            dims.append(None)
+        elif position == 1:
+            args.append(column[0])
+            dims.append(None)
+        else:
+            dims.append((0, 2, -1)[position % 3])
+            args.append(torch.stack(column, dims[-1]))
+    calls = [[a if d is None else a.select(d, k) for a, d in zip(args, dims)] for k in range(n)]
+    return args, tuple(dims), calls
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def loss(fn):
+    return lambda *a: sum((o * torch.arange(1, 1 + o.numel(), device=o.device, dtype=o.dtype).view(o.shape).sin()).sum() for o in tuple_of(fn(*a)))
+
+
+def test_vmap_is_one_call(operator, target, monkeypatch):
+    """vmap folds the mapped dimension into the batch: equal to a loop, and the kernel runs once."""
+    args, dims, calls = mapped_args(operator, target)
+    fn = operator.call(target)
+    want = torch.stack([operator.reference(*c) for c in calls])
+    seen = spy(monkeypatch, operator, target.impl)
+    close(torch.vmap(fn, dims)(*args), want)
+    close(torch.vmap(fn, dims, out_dims=-1)(*args), want.movedim(0, -1))
+    assert len(seen) == 2
+    first = floats(args)[0]
+    twice = torch.stack([args[first], args[first] * 2])
+    nested = torch.vmap(torch.vmap(fn, dims), tuple(0 if i == first else None for i in range(len(args))))
+    want = torch.stack([torch.stack([operator.reference(*replaced(c, [first], [c[first] * k])) for c in calls]) for k in (1, 2)])
+    close(nested(*replaced(args, [first], [twice])), want)
+    assert len(seen) == 3
+
+
+def test_torch_func_grad(operator, target, monkeypatch):
+    """torch.func.grad uses the kernels, and vjp too."""
+    args = tiny(operator, target)
+    which = tuple(floats(args))
+    seen = spy(monkeypatch, operator, target.impl)
+    got = torch.func.grad(loss(operator.call(target)), which)(*args)
+    assert [phase for phase, _ in seen] == ["forward", "backward"]
+    close(got, torch.func.grad(loss(operator.reference), which)(*args))
+    rest = lambda f: lambda *xs: f(*replaced(args, which, xs))
+    out, pull = torch.func.vjp(rest(operator.call(target)), *[args[i] for i in which])
+    _, pull_reference = torch.func.vjp(rest(operator.reference), *[args[i] for i in which])
+    close(pull(cotangents([out])[0]), pull_reference(cotangents([out])[0]))
+
+
+def test_vmap_and_grad_compose(operator, target, monkeypatch):
+    """Per-sample gradients and gradients of a mapped loss: one forward and one backward launch each."""
+    args, dims, calls = mapped_args(operator, target)
+    which = tuple(floats(args))
+    one = torch.func.grad(loss(operator.call(target)), which)
+    want = [torch.func.grad(loss(operator.reference), which)(*c) for c in calls]
+    seen = spy(monkeypatch, operator, target.impl)
+    close(torch.vmap(one, dims)(*args), tuple(map(torch.stack, zip(*want))))
+    assert [phase for phase, _ in seen] == ["forward", "backward"]
+    seen.clear()
+    whole = lambda f: lambda *a: torch.vmap(loss(f), dims)(*a).sum()
+    close(torch.func.grad(whole(operator.call(target)), which)(*args), torch.func.grad(whole(operator.reference), which)(*args))
+    assert [phase for phase, _ in seen] == ["forward", "backward"]
+
+
+def test_jacobians_and_forward_mode(operator, target):
+    """jacrev, jvp, jacfwd, dual numbers and forward-over-reverse agree with the reference, and jvp with the kernels' own vjp."""
+    args = tiny(operator, target)
+    which = tuple(floats(args))
+    fn = lambda *xs: operator.function(*replaced(args, which, xs), impl=target.impl)
+    ref = lambda *xs: operator.reference(*replaced(args, which, xs))
+    xs = tuple(args[i] for i in which)
+    every = tuple(range(len(xs)))
+    close(torch.func.jacrev(fn, every)(*xs), torch.func.jacrev(ref, every)(*xs))
+    tangents = tuple(cotangents(xs, seed=5))
+    out, along = torch.func.jvp(fn, xs, tangents)
+    close((out, along), torch.func.jvp(ref, xs, tangents))
+    assert along.abs().sum() > 0
+    (ct,) = cotangents([out])
+    leaf = [x.detach().requires_grad_() for x in xs]
+    back = torch.autograd.grad(fn(*leaf), leaf, ct)
+    close((along * ct).sum(), sum((b * t).sum() for b, t in zip(back, tangents)))
+    close(torch.func.jacfwd(fn, 0)(*xs), torch.func.jacfwd(ref, 0)(*xs))
+    with torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(xs, tangents)]
+        close(torch.autograd.forward_ad.unpack_dual(fn(*duals)).tangent, along)
+    second = lambda f: torch.func.jvp(torch.func.grad(loss(f), every), xs, tangents)[1]
+    close(second(fn), second(ref))
+
+
+def test_forward_mode_is_never_silently_zero(operator, target):
+    """A registered operator called with dual numbers, as exported and compiled graphs do, is right or refuses."""
+    args = tiny(operator, target)
+    which = floats(args)[0]
+    tangent = cotangents([args[which]], seed=5)[0]
+    want = torch.func.jvp(lambda x: operator.reference(*replaced(args, [which], [x])), (args[which],), (tangent,))[1]
+    raw = lambda x: operator.op.forward_op(*replaced(args, [which], [x]), target.impl, False)
+
+    def dual():
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(raw(torch.autograd.forward_ad.make_dual(args[which], tangent))).tangent
+
+    def compiled():
+        torch._dynamo.reset()
+        fn = lambda x: operator.function(*replaced(args, [which], [x]), impl=target.impl)
+        return torch.compile(lambda x, t: torch.func.jvp(fn, (x,), (t,))[1], backend="aot_eager")(args[which], tangent)
+
+    for route in (dual, lambda: torch.func.jvp(raw, (args[which],), (tangent,))[1], compiled):
+        try:
+            got = route()
+        except (NotImplementedError, RuntimeError):
+            continue
+        assert got is not None, "the tangent was dropped"
+        close(got, want)
+
+
+def test_transforms_compile(operator, target, monkeypatch):
+    """vmap and grad inside torch.compile are one graph and right."""
+    torch._dynamo.reset()
+    args, dims, _ = mapped_args(operator, target)
+    fn = operator.call(target)
+    mapped = torch.compile(lambda *a: torch.vmap(fn, dims)(*a), fullgraph=True, backend="aot_eager")
+    seen = spy(monkeypatch, operator, target.impl)
+    close(mapped(*args), torch.vmap(operator.reference, dims)(*args))
+    assert len(seen) == 1
+    plain = tiny(operator, target)
+    which = tuple(floats(plain))
+    grad = torch.compile(lambda *a: torch.func.grad(loss(fn), which)(*a), fullgraph=True, backend="aot_eager")
+    close(grad(*plain), torch.func.grad(loss(operator.reference), which)(*plain))
+    torch._dynamo.reset()
+
+
+# ---- determinism, threads, processes ----------------------------------------------------------------------------------------
+
+
+def contended(operator, target, dtype=torch.float32):
+    """Every sample on one pixel, as large as the target bears."""
+    sizes = dict(operator.cases.SMALL["one_pixel"])
+    if not target.interpreted:
+        sizes |= dict(B=2, C=37, H=16, W=16, Q=500, D=9, heads=3)
+    return operator.make(**sizes, dtype=dtype, device=target.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
+    """20 runs, every sample on one pixel, all gradients: the same bits."""
+    args = contended(operator, target, dtype)
+    with deterministic():
+        first = value_and_grads(operator.call(target), args)
+        for _ in range(3 if target.interpreted else 19):
+            again = value_and_grads(operator.call(target), args)
+            assert same_bits([*first[0], *first[1]], [*again[0], *again[1]])
+
+
+def test_forward_repeats_its_bits(operator, target):
+    """The forward pass is deterministic in the default mode too; so is everything on CPUs."""
+    args = contended(operator, target)
+    first = value_and_grads(operator.call(target), args)
+    for _ in range(3 if target.interpreted else 19):
+        again = value_and_grads(operator.call(target), args)
+        assert same_bits(first[0], again[0])
+        assert target.impl == "triton" or same_bits(first[1], again[1])
+
+
+def test_numba_bits_do_not_depend_on_threads(operator, numba_target):
+    """torch.set_num_threads changes speed and nothing else."""
+    for args in (contended(operator, numba_target), operator.make(B=3, C=20, H=9, W=8, Q=300, D=5, heads=2, octaves=1)):
+        found = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            out, grads = value_and_grads(operator.call(numba_target), args)
+            found.append([*out, *grads])
+        assert all(same_bits(found[0], other) for other in found[1:])
+
+
+def test_numba_in_many_threads_at_once(operator, numba_target):
+    """Concurrent callers neither crash nor disturb each other."""
+    args = contended(operator, numba_target)
+    want = value_and_grads(operator.call(numba_target), args)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(5):
+                got = value_and_grads(operator.call(numba_target), args)
+                assert same_bits([*got[0], *got[1]], [*want[0], *want[1]])
+        except BaseException as failure:
+            failures.append(failure)
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert not any(worker.is_alive() for worker in workers), "deadlock"
+    assert not failures, failures
+
+
+def test_numba_after_fork(operator, numba_target):
+    """A child of a process that has used its threads works, and so do DataLoader workers."""
+    args = contended(operator, numba_target)
+    torch.set_num_threads(2)
+    want = operator.call(numba_target)(*args)
+    assert torch.equal(torch.tensor(in_child(lambda: operator.call(numba_target)(*args).tolist())), want)
+    loader = torch.utils.data.DataLoader(Calls(operator.path, args), num_workers=2, multiprocessing_context="fork", timeout=60)
+    for out in loader:
+        assert torch.equal(out[0], want)
+
+
+class Calls(torch.utils.data.Dataset):
+    def __init__(self, path, args):
+        self.path, self.args = path, args
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, _):
+        return Operator.find(self.path).call("numba")(*self.args)
+
+
+def test_rows_of_a_batch_are_independent(operator, target):
+    """Row b of a batch is the call on row b alone: in bits where the plan says so, up to rounding otherwise."""
+    args = operator.make(B=3, C=21, H=6, W=7, Q=9, D=5, heads=3, octaves=2, device=target.device, layout="uniform")
+    with deterministic():
+        plan = sonde.explain(operator.call(target), *leaves(args))
+        out, grads = value_and_grads(operator.call(target), args)
+        (ct,) = cotangents(out)
+        for b in range(3):
+            row = [a[b : b + 1] if isinstance(a, Tensor) else a for a in args]
+            one, one_grads = value_and_grads(operator.call(target), row, [ct[b : b + 1]])
+            for phase, pairs in (("forward", zip(out, one)), ("backward", zip(grads, one_grads))):
+                weakest = min((k.determinism for k in plan.kernels if k.phase == phase), key=list(Determinism).index)
+                for all_rows, single in pairs:
+                    if weakest is Determinism.BATCH_INVARIANT:
+                        assert same_bits([all_rows[b : b + 1]], [single]), phase
+                    torch.testing.assert_close(all_rows[b : b + 1], single, rtol=1e-5, atol=1e-5)
+
+
+# ---- hypothesis ---------------------------------------------------------------------------------------------------------------
+
+if given is not None:
+
+    @st.composite
+    def drawn_case(draw, operator, target):
+        """Sizes around those of the first SMALL case, zeros among them, any dtypes, any layouts."""
+        sizes = next(iter(operator.cases.SMALL.values()))
+        most = {k: 2 * v + 1 if k == "C" else min(v, 2) if k in "BQD" and target.interpreted else v for k, v in sizes.items()}
+        made = {k: draw(st.integers(0, v), label=k) for k, v in most.items() if isinstance(v, int)}
+        dtype = draw(st.sampled_from(DTYPES))
+        layout = draw(st.sampled_from(["uniform", "hostile", "lines"]))
+        args = list(operator.make(**made, dtype=dtype, layout=layout, seed=draw(st.integers(0, 9))))
+        strides, other = [], draw(st.sampled_from([None, *DTYPES]))
+        for i in floats(args):
+            if other and i != floats(args)[0]:
+                args[i] = args[i].to(other)
+            strides.append(draw(st.sampled_from(LAYOUTS)))
+            args[i] = restride(args[i], strides[-1])
+        return args, f"{made} {layout} {[args[i].dtype for i in floats(args)]} {strides}"
+
+    @given(st.data())
+    def test_any_sizes_strides_and_dtypes(operator, target, data):
+        """No combination of sizes, layouts and dtypes is special."""
+        args, note = data.draw(drawn_case(operator, target))
+        args = [redzone(a.to(target.device)) if isinstance(a, Tensor) else a for a in args]
+        plain = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+        with poisoned():
+            assert_agrees(operator, target, plain, note, given=args, slack=True)
+
+    WRONG = [
+        None, True, 3, -1, 2.5, "images", [1.0], {}, object(), torch.float32, float("nan"), 2**70,
+        lambda t: t.int(), lambda t: t.bool(), lambda t: t.to(torch.complex64), lambda t: t.to("meta"), lambda t: t.tolist(),
+        lambda t: t.numpy(), lambda t: t[0], lambda t: t[None], lambda t: t[..., :-1], lambda t: t[:, 1:], lambda t: t[:0],
+        lambda t: torch.cat([t, t]), lambda t: torch.cat([t, t], -1), lambda t: t.to_sparse(), lambda t: t.flatten(),
+        lambda t: t.transpose(0, -1), lambda t: t.requires_grad_(), lambda t: t.to(torch.float8_e5m2), lambda t: t.transpose(1, 2),
+    ]  # fmt: skip
+
+    @given(st.data())
+    def test_bad_arguments_are_value_or_type_errors(operator, data):
+        """Whatever comes, the caller sees ValueError or TypeError (or a result, if it happens to be right), and keeps its inputs."""
+        impl = data.draw(st.sampled_from(["auto", "numba", "triton", "reference", "cuda", "", None, 3, [], ("auto",)]))
+        args = [a.float() if isinstance(a, Tensor) else a for a in tiny(operator)]
+        for i in data.draw(st.lists(st.integers(0, len(args) - 1), max_size=3)):
+            wrong = data.draw(st.sampled_from(WRONG))
+            args[i] = (wrong(args[i]) if isinstance(args[i], Tensor) else args[i]) if inspect.isfunction(wrong) else wrong
+        before = [a.detach().clone() if isinstance(a, Tensor) and a.device.type != "meta" else a for a in args]
+        try:
+            out = operator.function(*args, impl=impl)
+        except (ValueError, TypeError) as refused:
+            assert type(refused) in (ValueError, TypeError)
+            assert operator.name in str(refused)
+        else:
+            assert all(isinstance(o, Tensor) for o in tuple_of(out))
+        for a, b in zip(args, before):
+            if isinstance(a, Tensor) and a.device.type != "meta" and a.layout is torch.strided and a.dtype in DTYPES:
+                assert same_bits([a.detach()], [b])
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------------
+
+
+def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
+    """The message names the operator, the argument, what was expected and what came."""
+    copies = [a.clone() if isinstance(a, Tensor) and a.device.type != "meta" else a for a in args]
+    with pytest.raises(kind) as caught:
+        operator.function(*args, impl=impl)
+    message = str(caught.value)
+    for word in (operator.name, *words):
+        assert word in message, message
+    assert type(caught.value) in (ValueError, TypeError), "not a plain error"
+    for a, b in zip(args, copies):
+        assert not isinstance(a, Tensor) or a.device.type == "meta" or torch.equal(a, b)
+
+
+def test_errors_name_what_is_wrong(operator, target, monkeypatch):
+    """Not a tensor, integers, complex, sparse, another device, too many or too few dimensions: nothing is launched."""
+    args = tiny(operator, target)
+    seen = spy(monkeypatch, operator, target.impl)
+    for i in tensors(args):
+        name = operator.arguments[i]
+        wrong = lambda x, i=i: replaced(args, [i], [x])
+        refused(operator, wrong([1.0, 2.0]), name, "tensor", "list", kind=TypeError)
+        refused(operator, wrong(args[i].cpu().numpy()), name, "tensor", "ndarray", kind=TypeError)
+        refused(operator, wrong(args[i].int()), name, "float", "int32", kind=TypeError)
+        refused(operator, wrong(args[i].bool()), name, "float", "bool", kind=TypeError)
+        refused(operator, wrong(args[i].to(torch.complex64)), name, "float", "complex64", kind=TypeError)
+        refused(operator, wrong(args[i][None]), name, "dimensions", str(args[i].ndim), str([1, *args[i].shape]), kind=ValueError)
+        refused(operator, wrong(args[i][0]), name, "dimensions", str(args[i].ndim), str(list(args[i].shape[1:])), kind=ValueError)
+        refused(operator, wrong(args[i].to("meta")), "meta", target.device, kind=ValueError)
+        with pytest.raises(TypeError, match=name):
+            operator.function(*wrong(args[i].to_sparse()))
+    assert not seen
+
+
+def test_errors_of_sizes(operator, target):
+    """One size too many in any dimension of any tensor is refused, with the shapes in the message (free sizes excepted)."""
+    args = tiny(operator, target)
+    free = 0
+    for i in tensors(args):
+        for d in range(args[i].ndim):
+            longer = torch.cat([args[i], args[i].narrow(d, 0, 1)], d)
+            try:
+                operator.function(*replaced(args, [i], [longer]), impl=target.impl)
+                free += 1
+            except ValueError as caught:
+                assert operator.name in str(caught)
+                assert any(f"{n} must" in str(caught) for n in operator.arguments), caught
+                assert "got [" in str(caught), caught
+    assert free <= 5, "sizes that no other argument fixes: those of an image, its channels or the heads"
+
+
+def test_mismatched_batch(operator, target):
+    """Batches are never broadcast silently, not even from 1."""
+    args = tiny(operator, target)
+    for i in tensors(args):
+        refused(operator, replaced(args, [i], [args[i][:1]]), "must be", "B=", "got [", kind=ValueError)
+        refused(operator, replaced(args, [i], [torch.cat([args[i], args[i]])]), "must be", "B=", "got [", kind=ValueError)
+
+
+def test_errors_of_impl(operator):
+    """An explicit request is met or refused, never replaced."""
+    args = tiny(operator)
+    for impl in ("cuda", "Triton", "", None, 3, ["auto"]):
+        refused(operator, args, "impl", "'auto'", "'triton'", "'numba'", "'reference'", repr(impl), impl=impl)
+    meta = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
+    refused(operator, meta, "impl='numba'", "CPU tensors", "meta", impl="numba")
+    refused(operator, meta, "impl='triton'", "GPU tensors", "meta", impl="triton")
+    with pytest.raises(TypeError):
+        operator.function(*args, "numba")  # keyword-only
+
+
+def test_triton_needs_a_gpu_or_the_interpreter(operator, monkeypatch):
+    """Without the interpreter, CPU tensors are refused by Triton and not sent elsewhere."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused(operator, tiny(operator), "impl='triton'", "GPU tensors", "cpu", impl="triton")
+
+
+@pytest.mark.gpu
+def test_numba_needs_cpu_tensors(operator):
+    """A GPU tensor is refused by Numba and not copied behind the user's back; neither are mixed devices."""
+    args = tiny(operator, "cuda")
+    refused(operator, args, "impl='numba'", "CPU tensors", "cuda", impl="numba")
+    for i in tensors(args):
+        refused(operator, replaced(args, [i], [args[i].cpu()]), "cuda", "cpu", kind=ValueError)
+
+
+def test_meta_tensors_give_shapes(operator):
+    """`auto` on meta tensors computes nothing and tells shapes and dtypes."""
+    args = operator.make("odd_sizes", dtype=torch.bfloat16)
+    want = operator.reference(*args)
+    got = operator.function(*[a.to("meta") if isinstance(a, Tensor) else a for a in args])
+    assert (got.shape, got.dtype, got.device.type) == (want.shape, want.dtype, "meta")
+
+
+# ---- on a GPU only ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+def test_cuda_graph_capture(operator, mode):
+    """Forward and backward are captured on the current stream and replay with new inputs."""
+    make = lambda seed: operator.make(B=2, C=20, H=13, W=17, Q=50, D=7, heads=3, octaves=2, device="cuda", layout="uniform", seed=seed)
+    args, other = leaves(make(0)), make(1)
+    run = lambda *a: value_and_grads(operator.call("triton"), a)
+    with deterministic(mode):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            (ct,) = cotangents(run(*args)[0])
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = operator.call("triton")(*args)
+            grads = torch.autograd.grad(out, [args[i] for i in floats(args)], ct)
+        for i in floats(args):
+            args[i].data.copy_(other[i])
+        graph.replay()
+        torch.cuda.synchronize()
+        want, want_grads = value_and_grads(operator.call("triton"), other, [ct])
+    for a, b in zip([out, *grads], [*want, *want_grads]):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+def test_never_waits_for_the_device(operator, mode):
+    """No synchronisation in forward or backward, in either mode."""
+    args = operator.make("odd_sizes", device="cuda")
+    with deterministic(mode):
+        leaf = leaves(args)
+        (ct,) = cotangents([operator.call("triton")(*args)])
+        run = lambda: torch.autograd.grad(operator.call("triton")(*leaf), [leaf[i] for i in floats(leaf)], ct)
+        run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used(operator):
+    """Work queued before the call on a side stream is seen by the kernels."""
+    args = operator.make("odd_sizes", device="cuda")
+    want = operator.call("triton")(*args)
+    stale = torch.zeros_like(args[0])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        stale.copy_(args[0])
+        got = operator.call("triton")(stale, *args[1:])
+    torch.cuda.synchronize()
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["pixelsplat_infer"])
+def test_peak_memory(operator, case):
+    """Peak extra ≤ 1.2 × (outputs + gradients) + one channels-last copy of the images: samples are never stored."""
+    args = leaves(operator.cases.make(**operator.cases.BENCH[case], device="cuda"))
+    ct = torch.randn_like(operator.call("triton")(*args))
+    run = lambda: (out := operator.call("triton")(*args), torch.autograd.grad(out, [args[i] for i in floats(args)], ct))
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, grads = run()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 1.2 * (out.nbytes + sum(g.nbytes for g in grads)) + args[0].nbytes
+
+
+@pytest.mark.gpu
+def test_atomics_differ_from_run_to_run(operator):
+    """The negative control: where the plan promises nothing, runs do differ, so the determinism tests can fail."""
+    args = operator.make(B=2, C=64, H=16, W=16, Q=4096, D=16, heads=4, octaves=0, layout="one_pixel", device="cuda")
+    plan = sonde.explain(operator.call("triton"), *leaves(args))
+    assert plan.determinism is Determinism.NONE
+    first = value_and_grads(operator.call("triton"), args)
+    runs = [value_and_grads(operator.call("triton"), args) for _ in range(20)]
+    assert not all(same_bits(first[1], run[1]) for run in runs)
+    assert all(same_bits(first[0], run[0]) for run in runs)

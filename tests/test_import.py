@@ -1,0 +1,93 @@
+"""What ``import sonde`` costs and what it needs."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+def python(code: str, **env: str) -> str:
+    """The output of `code` in a fresh interpreter that finds sonde and nothing of this process."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, "PYTHONPATH": str(SRC), **env}, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_cheap():
+    """Under 0.3 s beyond torch."""
+    code = "import time, torch; t = time.perf_counter(); import sonde; print(time.perf_counter() - t)"
+    assert statistics.median(float(python(code)) for _ in range(3)) < 0.3
+
+
+def test_import_loads_no_compiler():
+    """Neither triton nor numba nor anything for the terminal is loaded before it is needed."""
+    code = "import sys, torch; before = set(sys.modules); import sonde, json; print(json.dumps(sorted(set(sys.modules) - before)))"
+    loaded = {name.split(".")[0] for name in json.loads(python(code))}
+    assert not loaded & {"triton", "numba", "llvmlite", "rich", "matplotlib", "scipy", "pandas", "hypothesis", "pytest"}
+    assert "sonde" in loaded
+
+
+BLOCKED = """
+import sys, importlib.abc
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+hidden = {missing}
+real = importlib.util.find_spec if hasattr(importlib, "util") else None
+sys.meta_path.insert(0, Blocked())
+import importlib.util
+plain = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in hidden else plain(name, package)
+import torch, sonde
+
+images, samples, weights = torch.ones(1, 2, 3, 3), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1)
+images.requires_grad_()
+out = sonde.sample_sum(images, samples, weights)
+out.sum().backward()
+assert out.flatten().tolist() == [1.0, 1.0], out
+assert images.grad.sum() == 2
+dot = sonde.sample_dot(images, samples, torch.ones(1, 1, 1, 2))
+assert dot.item() == 2
+plan = sonde.explain(sonde.sample_sum, images, samples, weights)
+print(plan.impl)
+for impl in sorted(hidden):
+    try:
+        sonde.sample_sum(images, samples, weights, impl=impl)
+    except ValueError as refused:
+        print(refused)
+"""
+
+
+@pytest.mark.parametrize("missing", [{"numba"}, {"triton"}, {"numba", "triton"}], ids=lambda m: "+".join(sorted(m)))
+def test_works_without(missing):
+    """The package imports and computes without either library; `auto` falls to the reference, explicit requests say why not."""
+    impl, *refusals = python(BLOCKED.format(missing=missing)).splitlines()
+    pytest.importorskip("numba") if "numba" not in missing else None
+    assert impl == ("reference" if "numba" in missing else "numba")
+    assert len(refusals) == len(missing)
+    for name, message in zip(sorted(missing), refusals):
+        assert f"impl='{name}'" in message
+        assert f"needs {name}, which is not installed" in message
+
+
+def test_kernels_load_on_first_use():
+    """The first call that needs numba loads it, and nothing of triton."""
+    pytest.importorskip("numba")
+    code = (
+        "import sys, torch, sonde; a = torch.ones(1, 2, 3, 3), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1); "
+        "sonde.sample_sum(*a, impl='reference'); print('numba' in sys.modules); "
+        "sonde.sample_sum(*a); print('numba' in sys.modules, 'triton' in sys.modules)"
+    )
+    assert python(code).split() == ["False", "True", "False"]

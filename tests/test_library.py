@@ -1,0 +1,276 @@
+"""``op/library.py`` itself: several outputs, outputs without gradient, optional tensors, saved tensors, folding.
+
+The operators here exist for these tests only; their "kernels" are modules made on the spot, which count their calls.
+"""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.op.library import operator
+from sonde.op.plan import Determinism, Kernel
+
+CALLS: list[tuple] = []
+
+
+def package(name: str, forward, backward) -> str:
+    """A package whose ``cpu`` module has these launchers."""
+    for path in (name, f"{name}.cpu"):
+        sys.modules[path] = types.ModuleType(path)
+    module = sys.modules[f"{name}.cpu"]
+    module.forward, module.backward = forward, backward
+    module.plan = lambda *args, needs, deterministic: [Kernel("all", ("out",), torch.float32, Determinism.RUN_TO_RUN)]
+    return name
+
+
+# scaled(x, gain?, power): y = gain · x / |x|^power, the norm |x| (saved, differentiable), where |x| is largest (no gradient)
+
+
+def scaled_reference(x, gain=None, power=1):
+    norm = x.square().sum(-1).sqrt()
+    y = x / (norm**power)[..., None]
+    return (y if gain is None else y * gain[:, None, None]), norm, x.abs().argmax(-1)
+
+
+def scaled_forward(x, gain, power):
+    CALLS.append(("forward", x.shape[0]))
+    return scaled_reference(x, gain, power)
+
+
+def scaled_backward(grad_y, grad_norm, x, gain, power, norm, *, needs, deterministic):
+    CALLS.append(("backward", tuple(needs), deterministic, gain is None))
+    assert torch.equal(norm, x.square().sum(-1).sqrt()), "the saved result is the forward pass's own"
+    assert needs[1] is False or gain is not None
+    g = grad_y if gain is None else grad_y * gain[:, None, None]
+    n = norm[..., None]
+    if needs[0]:
+        yield g / n**power + x / n * (grad_norm[..., None] - power * (g * x).sum(-1, keepdim=True) / n ** (power + 1))
+    if needs[1]:
+        yield (grad_y * x / n**power).sum((1, 2))
+
+
+def scaled_fake(x, gain, power):
+    if x.ndim != 3:
+        raise ValueError(f"zz_scaled: x must be [B, N, C]; got {list(x.shape)}")
+    return torch.empty_like(x), x.new_empty(x.shape[:2]), x.new_empty(x.shape[:2], dtype=torch.int64)
+
+
+_scaled = operator(
+    "zz_scaled(Tensor x, Tensor? gain, int power) -> (Tensor, Tensor, Tensor)",
+    package=package("zz_scaled", scaled_forward, scaled_backward),
+    reference=scaled_reference,
+    fake=scaled_fake,
+    differentiable=("x", "gain"),
+    saved=(1,),
+    no_grad=(2,),
+)
+
+
+def scaled(x, gain=None, power=2):
+    return _scaled(x, gain, power, impl="numba")
+
+
+# one(x): y = x³, the smallest schema: one input, one output, one gradient
+
+_one = operator(
+    "zz_one(Tensor x) -> Tensor",
+    package=package("zz_one", lambda x: x**3, lambda grad, x, *, needs, deterministic: [3 * grad * x**2]),
+    reference=lambda x: x**3,
+    fake=torch.empty_like,
+    differentiable=("x",),
+)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def gain():
+    return torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    pytest.importorskip("numba")  # the launchers are not Numba's, but go by its name
+    CALLS.clear()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_several_outputs(x, gain):
+    """Every output arrives with its own dtype, the one without gradient outside the graph."""
+    y, norm, index = scaled(x.requires_grad_(), gain.requires_grad_())
+    close((y, norm, index), scaled_reference(x, gain, 2))
+    assert y.requires_grad
+    assert norm.requires_grad
+    assert not index.requires_grad
+    assert index.dtype == torch.int64
+
+
+def test_gradients_reach_only_what_asks(x, gain):
+    """`needs` says which gradients to compute, and an absent optional tensor needs none."""
+    ask = lambda a, g: torch.autograd.grad(scaled(a, g)[0].sum(), [t for t in (a, g) if t is not None and t.requires_grad])
+    ask(x.clone().requires_grad_(), gain)
+    ask(x, gain.clone().requires_grad_())
+    ask(x.clone().requires_grad_(), None)
+    assert [call[1] for call in CALLS if call[0] == "backward"] == [(True, False), (False, True), (True, False)]
+    assert [call[3] for call in CALLS if call[0] == "backward"] == [False, False, True]
+
+
+@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("present", [True, False])
+def test_derivatives_of_each_output(x, gain, outputs, present):
+    """First and second derivatives, whichever outputs the loss uses (the others get zeros)."""
+    inputs = (x.requires_grad_(), gain.requires_grad_()) if present else (x.requires_grad_(),)
+    fn = lambda *a: tuple(scaled(*a)[i] for i in outputs)
+    assert torch.autograd.gradcheck(fn, inputs)
+    assert torch.autograd.gradgradcheck(fn, inputs)
+
+
+def test_determinism_travels_to_the_backward(x):
+    """The flag of the forward call decides, whenever the backward runs."""
+    torch.use_deterministic_algorithms(True)
+    y = scaled(x.requires_grad_())[0].sum()
+    torch.use_deterministic_algorithms(False)
+    z = scaled(x)[0].sum()
+    y.backward()
+    z.backward()
+    assert [call[2] for call in CALLS if call[0] == "backward"] == [True, False]
+
+
+def test_no_graph_no_apply(x, monkeypatch):
+    """Without a gradient to compute, autograd is not entered and nothing is saved."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        scaled(x)
+        with torch.no_grad():
+            scaled(x.requires_grad_())
+    assert not kept
+
+
+def test_vmap_folds(x, gain):
+    """Mapped, shared, absent and plain arguments: one call with the mapped dimension in its batch, equal to a loop."""
+    many, gains = torch.stack([x, x + 1, x - 2], 1), torch.stack([gain, gain + 1, gain * 2])
+    loop = lambda pick, g=gain: tuple(map(torch.stack, zip(*[scaled_reference(*pick(k), 2) for k in range(3)])))
+    for in_dims, args, pick in (
+        ((1, 0), (many, gains), lambda k: (many[:, k], gains[k])),
+        ((1, None), (many, gain), lambda k: (many[:, k], gain)),
+        ((None, 0), (x, gains), lambda k: (x, gains[k])),
+        ((1, None), (many, None), lambda k: (many[:, k], None)),
+    ):
+        CALLS.clear()
+        close(torch.vmap(scaled, in_dims)(*args), loop(pick))
+        assert CALLS == [("forward", 9)]
+
+
+def test_vmap_of_grad_and_grad_of_vmap(x, gain):
+    """Gradients under vmap fold as well: one forward, one backward."""
+    many = torch.stack([x, x + 1])
+    loss = lambda a, g: sum(o.sin().sum() for o in scaled(a, g)[:2])
+    loss_reference = lambda a, g: sum(o.sin().sum() for o in scaled_reference(a, g, 2)[:2])
+    want = torch.stack([torch.func.grad(loss_reference)(a, gain) for a in many])
+    close(torch.vmap(torch.func.grad(loss), (0, None))(many, gain), want)
+    assert [call[0] for call in CALLS] == ["forward", "backward"]
+    CALLS.clear()
+    close(torch.func.grad(lambda a: torch.vmap(loss, (0, None))(a, gain).sum())(many), want)
+    assert [call[0] for call in CALLS] == ["forward", "backward"]
+    both = torch.vmap(torch.func.grad(loss, (0, 1)), (0, None))(many, gain)
+    close(both, tuple(map(torch.stack, zip(*[torch.func.grad(loss_reference, (0, 1))(a, gain) for a in many]))))
+
+
+def test_jvp_and_hessian(x, gain):
+    """Forward mode and mixed modes go through the reference."""
+    tangent = torch.randn_like(x)
+    close(torch.func.jvp(lambda a: scaled(a, gain)[:2], (x,), (tangent,)), torch.func.jvp(lambda a: scaled_reference(a, gain, 2)[:2], (x,), (tangent,)))
+    small = x[:1, :1]
+    loss = lambda f: lambda a: f(a, None, 2)[0].sin().sum()
+    close(torch.func.hessian(loss(scaled))(small), torch.func.hessian(loss(scaled_reference))(small))
+    close(torch.func.jacrev(torch.func.jacrev(loss(scaled)))(small), torch.func.hessian(loss(scaled_reference))(small))
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_opcheck(x, gain, present):
+    """Both registered operators, with and without the optional tensor, also where inputs require gradients."""
+    g = gain if present else None
+    y, norm, _ = scaled(x, g)
+    leaf = x.clone().requires_grad_()
+    for first in (x, leaf):
+        torch.library.opcheck(_scaled.forward_op, (first, g, 2, "numba", False))
+        torch.library.opcheck(_scaled.backward_op, (y, norm, first, g, 2, norm, [True, present], "numba", False))
+    torch.library.opcheck(_one.forward_op, (leaf, "numba", False))
+    torch.library.opcheck(_one.backward_op, (x, leaf, [True], "numba", False))
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_compile_and_export(x, gain, present):
+    """One graph with several outputs, gradients included, with and without the optional tensor."""
+    torch._dynamo.reset()
+    args = (x, gain) if present else (x,)
+    fn = lambda *a: tuple(o * 2 for o in scaled(*a))
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
+    close(compiled(*args), fn(*args))
+    found = []
+    for f in (compiled, fn):
+        leaves = [a.clone().requires_grad_() for a in args]
+        y, norm, _ = f(*leaves)
+        found.append(torch.autograd.grad(y.sin().sum() + norm.sum(), leaves))
+    close(*found)
+
+    class Model(torch.nn.Module):
+        def forward(self, *a):
+            return fn(*a)
+
+    program = torch.export.export(Model(), args)
+    assert any(node.target is _scaled.forward_op for node in program.graph.nodes)
+    close(program.module()(*args), fn(*args))
+
+
+def test_smallest_operator(x):
+    """One input, one output: a schema has no tuple of one, yet everything holds."""
+    one = lambda a: _one(a, impl="numba")
+    assert torch.autograd.gradcheck(one, x.requires_grad_())
+    assert torch.autograd.gradgradcheck(one, x)
+    x = x.detach()
+    close(torch.vmap(torch.func.grad(lambda a: one(a).sum()))(x[:, None]), 3 * x[:, None] ** 2)
+    close(torch.compile(torch.func.grad(lambda a: one(a).sum()), fullgraph=True, backend="aot_eager")(x), 3 * x**2)
+
+
+def test_errors_of_kernels_surface(x, monkeypatch):
+    """A kernel that fails is not replaced by the reference."""
+
+    def broken(*_):
+        raise RuntimeError("kernel bug")
+
+    monkeypatch.setattr(sys.modules["zz_one.cpu"], "forward", broken)
+    with pytest.raises(RuntimeError, match="kernel bug"):
+        _one(x, impl="numba")
+
+
+def test_backward_that_yields_too_little_is_an_error(x, monkeypatch):
+    """A launcher that forgets a gradient is a bug, and says so instead of leaving memory unwritten."""
+    monkeypatch.setattr(sys.modules["zz_one.cpu"], "backward", lambda grad, x, *, needs, deterministic: [])
+    y = _one(x.requires_grad_(), impl="numba")
+    with pytest.raises(Exception):  # noqa: B017, PT011 (whichever the dispatcher makes of it)
+        y.sum().backward()
+
+
+def test_fake_checks_inside_graphs():
+    """Bad shapes are refused while tracing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(ValueError, match="zz_scaled: x must be"):
+        _scaled.forward_op(torch.empty(2), None, 1, "numba", False)
+
+
+def test_results_are_tensors_of_their_own(x):
+    """No operator returns its input; in-place use of a result leaves inputs alone."""
+    for out in (*scaled(x), _one(x, impl="numba")):
+        assert isinstance(out, Tensor)
+        assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

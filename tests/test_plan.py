@@ -1,0 +1,244 @@
+"""``sonde.explain``: every claim of every kernel is compared with what the kernel does."""
+
+import threading
+
+import pytest
+import torch
+from helpers import HAS_GPU, Operator, Target, allocations, cotangents, deterministic, floats, in_child, leaves, restride, spy, value_and_grads
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sonde
+from sonde.op.plan import Determinism, Kernel, Plan
+
+ORDER = list(Determinism)
+SIZES = dict(B=2, C=20, H=24, W=24, Q=3, D=2, heads=2, octaves=1, layout="uniform")
+
+
+def made(operator: Operator, target: Target, **options) -> tuple:
+    return operator.make(**{**SIZES, **options}, device=target.device)
+
+
+def test_names_and_writes(operator, target):
+    """The forward pass writes the result; every gradient that is asked for is written once, by a kernel with a name."""
+    args = leaves(made(operator, target))
+    for mode in (False, True):
+        with deterministic(mode):
+            plan = sonde.explain(operator.call(target), *args)
+        assert plan.operator == operator.name
+        assert plan.impl == target.impl
+        assert all(kernel.name for kernel in plan.kernels)
+        assert [w for k in plan.kernels if k.phase == "forward" for w in k.writes] == ["out"]
+        written = [w for k in plan.kernels if k.phase == "backward" for w in k.writes]
+        assert sorted(written) == sorted(operator.arguments[i] for i in floats(args))
+
+
+def test_gradients_nobody_asks_for_are_not_planned(operator, target):
+    """Without gradients the plan is the forward pass alone."""
+    args = made(operator, target)
+    with torch.no_grad():
+        quiet = sonde.explain(operator.call(target), *leaves(args))
+    for plan in (sonde.explain(operator.call(target), *args), quiet):
+        assert {kernel.phase for kernel in plan.kernels} == {"forward"}
+    one = [a.detach().requires_grad_(i == 0) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    assert [k.writes for k in sonde.explain(operator.call(target), *one).kernels if k.phase == "backward"] == [(operator.arguments[0],)]
+
+
+def test_determinism_that_is_claimed(operator, target):
+    """Atomics are confessed in the default mode on GPUs, and gone in the deterministic one; CPUs never have them."""
+    args = leaves(made(operator, target))
+    default = sonde.explain(operator.call(target), *args)
+    with deterministic():
+        strict = sonde.explain(operator.call(target), *args)
+    assert ORDER.index(strict.determinism) >= ORDER.index(Determinism.RUN_TO_RUN)
+    forward = [k for k in default.kernels if k.phase == "forward"]
+    assert all(k.determinism is not Determinism.NONE for k in forward)
+    by_images = [k for k in default.kernels if k.phase == "backward" and "images" in k.writes]
+    if by_images:
+        assert all((k.determinism is Determinism.NONE) == (target.impl == "triton") for k in by_images)
+    assert (default.determinism is Determinism.NONE) == (target.impl == "triton")
+
+
+def test_launches_nothing(operator, target, monkeypatch):
+    """A plan is made without running a kernel, and what it returns has the shape of the result."""
+    seen = spy(monkeypatch, operator, target.impl)
+    args = made(operator, target)
+    shapes = []
+    sonde.explain(lambda *a: shapes.append(operator.call(target)(*a).shape), *leaves(args))
+    assert not seen
+    assert shapes == [operator.call("reference")(*args).shape]
+    operator.call(target)(*args)
+    assert [phase for phase, _ in seen] == ["forward"], "recording ended with explain()"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_accumulator(operator, target, dtype):
+    """A sum that float32 loses and float64 keeps tells which of them the kernels add in, and the plan says the same."""
+    args = leaves(made(operator, target, dtype=dtype))
+    plan = sonde.explain(operator.call(target), *args)
+    assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    big = [torch.full_like(a, 1.0) if i == 0 else a for i, a in enumerate(made(operator, target, dtype=dtype, octaves=0))]
+    factors = big[2].zero_()
+    factors.flatten(0, 2)[:, :2] = torch.tensor([2.0**40, 1.0])  # two terms of every sum
+    tail = operator.call(target)(*big).double() - operator.call(target)(*[torch.zeros_like(a) if i == 2 else a for i, a in enumerate(big)]).double()
+    kept = (tail.abs().max() % 2**40) != 0
+    assert bool(kept) == (dtype == torch.float64)
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "reversed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, monkeypatch):
+    """Peak memory beyond inputs and results is what the plan says: no more, and not much less."""
+    if target.interpreted and (dtype, layout) in ((torch.bfloat16, "channels_last"), (torch.float32, "reversed")):
+        pytest.skip("the interpreter is slow")
+    sizes = {} if target.interpreted else dict(Q=400, D=9)
+    args = leaves([restride(a, layout) if isinstance(a, Tensor) else a for a in made(operator, target, dtype=dtype, **sizes)])
+    found = allocations(monkeypatch, operator, target.impl)
+    with deterministic(mode):
+        plan = sonde.explain(operator.call(target), *args)
+        out = operator.call(target)(*args)
+        grads = torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
+    for phase, launched, results in zip(("forward", "backward"), found, ([out], grads), strict=True):
+        used = launched.peak - sum(t.nbytes for t in results)
+        claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
+        assert used <= 1.05 * claimed + 8192, f"{phase} takes {used}, the plan says {claimed}"
+        if target.impl == "triton":  # what Numba's kernels take for themselves is not seen here
+            assert claimed <= 1.5 * used + 8192, f"{phase} takes {used}, the plan says {claimed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+def test_workspace_on_the_device(operator, mode):
+    """The allocator's own peak agrees with the plan."""
+    args = leaves(operator.cases.make(**{**operator.cases.BENCH["pixelsplat_infer"], "B": 1}, device="cuda"))
+    measured = []
+
+    def peak(function):
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = function()
+        measured.append(torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in out))
+        return out
+
+    with deterministic(mode):
+        plan = sonde.explain(operator.call("triton"), *args)
+        (out,) = peak(lambda: [operator.call("triton")(*args)])
+        ct = cotangents([out])
+        peak(lambda: torch.autograd.grad(out, [args[i] for i in floats(args)], ct, retain_graph=True))
+    for phase, used in zip(("forward", "backward"), measured):
+        claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
+        assert used <= 1.05 * claimed + 2**16, f"{phase} takes {used}, the plan says {claimed}"
+        assert claimed <= 1.5 * used + 2**16, f"{phase} takes {used}, the plan says {claimed}"
+
+
+def test_fake_tensors(operator):
+    """The plan of a GPU call is made without a GPU, from fake tensors, and is the plan of real ones."""
+    pytest.importorskip("triton")
+
+    def plan():
+        with FakeTensorMode():
+            new = lambda a: torch.empty(a.shape, dtype=a.dtype, device="cuda", requires_grad=True)
+            return sonde.explain(operator.function, *[new(a) if isinstance(a, Tensor) else a for a in operator.make(**SIZES)])
+
+    found = plan() if HAS_GPU else in_child(plan)  # a torch without CUDA aborts when autograd asks it for a stream
+    assert found.impl == "triton"
+    assert found.determinism is Determinism.NONE
+    assert found == sonde.explain(operator.call("triton"), *leaves(made(operator, Target("triton"))))
+
+
+def test_meta_tensors(operator):
+    """A meta tensor has no device that a kernel could run on: the plan is the reference's, and says so."""
+    meta = [a.to("meta").requires_grad_() if isinstance(a, Tensor) else a for a in operator.make(**SIZES)]
+    plan = sonde.explain(operator.function, *meta)
+    assert plan.impl == "reference"
+    assert plan.determinism is Determinism.NONE
+    with pytest.raises(ValueError, match="needs CPU tensors, got meta"):
+        sonde.explain(operator.call("numba"), *meta)
+
+
+def test_auto_is_explained_as_it_runs(operator, monkeypatch):
+    """explain() and the call ask the same selector."""
+    pytest.importorskip("numba")
+    args = operator.make(**SIZES)
+    assert sonde.explain(operator.function, *args).impl == "numba"
+    seen = spy(monkeypatch, operator, "numba")
+    operator.function(*args)
+    assert len(seen) == 1
+    monkeypatch.setattr("sonde.op.plan.HAS_NUMBA", False)
+    assert sonde.explain(operator.function, *args).impl == "reference"
+    operator.function(*args)
+    assert len(seen) == 1
+
+
+def test_table(operator, target):
+    """str() of a plan is a table with a line per kernel."""
+    plan = sonde.explain(operator.call(target), *leaves(made(operator, target)))
+    head, columns, *lines = str(plan).splitlines()
+    assert head == f"{operator.name}, {target.impl}"
+    assert columns.split()[:2] == ["phase", "kernel"]
+    assert len(lines) == len(plan.kernels)
+    for kernel, line in zip(plan.kernels, lines):
+        for word in (kernel.phase, kernel.name, kernel.determinism.value, "float32", f"{kernel.workspace:,} B", *kernel.writes):
+            assert word in line
+
+
+def test_several_operators_in_one_function():
+    """A layer's plan lists the kernels of all its operators in order; one that calls none is an error."""
+    images, samples = torch.randn(1, 8, 4, 4), torch.zeros(1, 5, 3, 2)
+
+    def attention(queries):
+        return sonde.sample_sum(images, samples, sonde.sample_dot(images, samples, queries).softmax(-1))
+
+    plan = sonde.explain(attention, torch.randn(1, 2, 5, 8))
+    assert plan.operator == "sample_dot, sample_sum"
+    assert [k.name.split(":")[0] for k in plan.kernels] == ["sample_dot", "sample_sum"]
+    with pytest.raises(ValueError, match="calls no operator"):
+        sonde.explain(torch.relu, images)
+
+
+def test_failure_ends_the_recording():
+    """An error inside explain() does not leave later calls unexecuted, and its cause is the caller's to see."""
+    images, samples = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match="weights"):
+        sonde.explain(sonde.sample_sum, images, samples, torch.ones(2, 1, 1, 1))
+    assert sonde.sample_sum(images, samples, torch.ones(1, 1, 1, 1)).item() == 1
+
+
+def test_other_threads_are_not_explained():
+    """A plan in one thread leaves calls in others alone."""
+    args = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1)
+    found = []
+
+    def with_a_thread():
+        thread = threading.Thread(target=lambda: found.append(sonde.sample_sum(*args).item()))
+        thread.start()
+        thread.join()
+        return sonde.sample_sum(*args)
+
+    assert len(sonde.explain(with_a_thread).kernels) == 1
+    assert found == [1.0]
+
+
+def test_weakest_kernel_decides():
+    """A plan promises no more than its weakest kernel, and needs as much memory as its hungriest."""
+    kernel = lambda d, w: Kernel("k", ("out",), torch.float32, d, w)
+    plan = Plan("x", "triton", (kernel(Determinism.BATCH_INVARIANT, 3), kernel(Determinism.RUN_TO_RUN, 7)))
+    assert plan.determinism is Determinism.RUN_TO_RUN
+    assert plan.workspace == 7
+    assert Plan("x", "triton", ()).determinism is Determinism.BATCH_INVARIANT
+
+
+def test_every_determinism_claim(operator, target):
+    """Where a kernel claims run-to-run bits, or bits that the rest of the batch cannot change, it has them (others may differ)."""
+    args = operator.make("one_pixel", device=target.device)
+    for mode in (False, True):
+        with deterministic(mode):
+            plan = sonde.explain(operator.call(target), *leaves(args))
+            first, again = value_and_grads(operator.call(target), args), value_and_grads(operator.call(target), args)
+        bits = dict(zip(["out", *(operator.arguments[i] for i in floats(args))], zip([*first[0], *first[1]], [*again[0], *again[1]])))
+        for kernel in plan.kernels:
+            if kernel.determinism is not Determinism.NONE:
+                assert all(torch.equal(*bits[name]) for name in kernel.writes), kernel

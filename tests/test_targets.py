@@ -1,0 +1,156 @@
+"""Without a GPU: every kernel compiles for every architecture we claim, through the real launchers, and none spills registers.
+
+Each target has a process of its own (this file, run as a script), because it installs a driver whose launches do nothing and
+needs a Triton that does not interpret.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+TARGETS = ["cuda-80", "cuda-89", "cuda-90", "cuda-100", "cuda-120", "hip-gfx942"]
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
+ROOT = Path(__file__).parents[1]
+
+# constexprs come from channels, heads, octaves, depth and dtype: a real case, an odd one, and more samples than a program holds
+REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4, octaves=10)
+ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
+DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
+CASES = [(REAL, "float32"), (REAL, "bfloat16"), (ODD, "float32"), (DEEP, "float16")]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spills(target):
+    """No kernel needs local memory, more shared memory than a block has, or something the architecture lacks."""
+    pytest.importorskip("triton")
+    report = started()[target].result()
+    missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
+    assert report["expected"]
+    assert not missing, f"never launched: {missing}"
+    spilling = [kernel for kernel in report["kernels"] if kernel["spills"]]
+    assert not spilling, "\n".join(f"{k['name']} {k['of']}: {k['usage']}" for k in spilling)
+
+
+@lru_cache(1)
+def started() -> dict[str, Future]:
+    """One process per target, two at a time, behind whatever else this machine does; ``conftest.py`` starts them early."""
+    pool = ThreadPoolExecutor(2)
+    return {target: pool.submit(compile_for, target) for target in TARGETS}
+
+
+def compile_for(target: str) -> dict:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, __file__, target], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    RUNNING.append(process)
+    out, errors = process.communicate()
+    assert process.returncode == 0, f"{target}: {errors[-4000:]}"
+    return json.loads(out.splitlines()[-1])
+
+
+RUNNING: list[subprocess.Popen] = []
+
+
+def stop() -> None:
+    """When the run is over before they are."""
+    if started.cache_info().currsize:
+        for future in started().values():
+            future.cancel()
+        for process in RUNNING:
+            if process.poll() is None:
+                process.terminate()
+
+
+# ---- the script ---------------------------------------------------------------------------------------------------------------
+
+
+def main(name: str) -> None:
+    os.nice(10)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        import torch
+        import triton
+        from helpers import OPERATORS, Operator, floats
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+
+        backend, arch = name.split("-")
+        driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
+        seen = watch(triton.JITFunction)
+        for path in OPERATORS:
+            operator = Operator.find(path)
+            gpu = operator.kernels("triton")
+            for sizes, dtype in CASES:
+                args = operator.make(**sizes, dtype=getattr(torch, dtype))
+                grad = gpu.forward(*args)
+                for deterministic in (False, True):
+                    list(gpu.backward(grad, *args, needs=[True] * len(floats(args)), deterministic=deterministic))
+        modules = [m for n, m in list(sys.modules.items()) if n.startswith("sonde.")]
+        jitted = {v for m in modules for v in vars(m).values() if isinstance(v, triton.JITFunction)}
+        expected = sorted(k.__name__ for k in jitted if k.__name__.startswith("_"))  # what kernels call has no underscore
+        print(json.dumps(dict(expected=expected, kernels=[resources(*kernel, folder) for kernel in seen])))
+
+
+def watch(JITFunction) -> list[tuple]:
+    """Note every kernel that is compiled, with the constants that it is compiled for."""
+    real, seen = JITFunction.warmup, []
+
+    def warmup(self, *args, **options):
+        compiled = real(self, *args, **options)
+        constants = {n: str(v) for n, v in zip(self.arg_names, args) if n.isupper()} | {"num_warps": options["num_warps"]}
+        given = [str(getattr(v, "dtype", v)).removeprefix("torch.") for n, v in zip(self.arg_names, args) if not n.isupper()]
+        seen.append((self.__name__, f"{constants} {given}", compiled.asm))
+        return compiled
+
+    JITFunction.warmup = warmup
+    return seen
+
+
+def resources(name: str, of: str, asm: dict, folder: str) -> dict:
+    """What a compiled kernel takes of registers, stack and local memory."""
+    import triton
+
+    if "cubin" in asm:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        out = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        usage = " ".join(re.findall(r"REG:.*LOCAL:\d+ ", out))
+        return dict(name=name, of=of, usage=usage, spills="STACK:0 " not in usage or "LOCAL:0 " not in usage)
+    # scalar registers that are kept in lanes of vector registers touch no memory and do not count
+    found = re.findall(r"\.(vgpr_spill_count|private_segment_fixed_size): *(\d+)", asm["amdgcn"])
+    return dict(name=name, of=of, usage=str(found), spills=not found or any(int(n) for _, n in found))
+
+
+class CompileOnly:
+    """A Triton driver that compiles for `target` and launches nothing, so that real launchers run on CPU tensors."""
+
+    def __init__(self, target):
+        self.target, self.utils, self.launcher_cls = target, self, lambda src, metadata: lambda *a, **k: None
+
+    load_binary = lambda self, *a: (None, None, 0, 0, 1024)
+    unload_module = lambda self, *a: None
+    get_device_properties = lambda self, d: dict(
+        max_shared_mem=SHARED_MEMORY.get(self.target.arch, 65536), max_num_regs=65536, warpSize=self.target.warp_size
+    )
+    get_current_target = lambda self: self.target
+    get_current_device = lambda self: str(self.target.arch)  # Triton caches kernels per device
+    get_current_stream = lambda self, d: 0
+    map_python_to_cpp_type = lambda self, ty: ty
+
+    def get_active_torch_device(self):
+        import torch
+
+        return torch.device("cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
