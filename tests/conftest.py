@@ -10,10 +10,11 @@ if not torch.cuda.is_available():
 from importlib.util import find_spec
 
 import pytest
-from helpers import OPERATORS, Operator, Target, round_as_hardware_does
+
+from helpers import OPERATORS, Operator, Target, improve_interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    round_as_hardware_does()
+    improve_interpreter()
 
 try:
     from hypothesis import HealthCheck, settings

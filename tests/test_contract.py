@@ -1,5 +1,7 @@
 """What every operator must satisfy, in every implementation. A new operator adds one line to ``helpers.OPERATORS``."""
 
+# ruff: noqa: E731 (short functions read better on one line)
+
 import inspect
 import itertools
 import os
@@ -9,6 +11,9 @@ import tracemalloc
 
 import pytest
 import torch
+from torch import Tensor
+
+import sonde
 from helpers import (
     DTYPES,
     HAS_GPU,
@@ -34,9 +39,6 @@ from helpers import (
     tuple_of,
     value_and_grads,
 )
-from torch import Tensor
-
-import sonde
 from sonde.op.plan import Determinism
 
 try:
@@ -66,7 +68,7 @@ def short(x) -> str:
 def tiny(operator: Operator, target: Target | str = "cpu", dtype: torch.dtype = torch.float64, **options) -> tuple:
     """Arguments small enough to interpret many times."""
     device = target if isinstance(target, str) else target.device
-    return operator.make(**TINY, dtype=dtype, device=device, **options)
+    return operator.make(**{**TINY, **options}, dtype=dtype, device=device)
 
 
 # ---- values and gradients -------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def test_gradcheck(operator, impl):
     target = Target(impl)
     if impl != "reference":
         pytest.importorskip(impl)
-    args = leaves(tiny(operator, target))
+    args = leaves(tiny(operator, target, **(dict(B=1, heads=1) if target.interpreted else {})))
     fn = operator.call(impl)
     with deterministic():  # finite differences must not see atomics
         assert torch.autograd.gradcheck(fn, args, fast_mode=target.interpreted)
@@ -168,7 +170,9 @@ def test_only_the_needed_gradients(operator, target, monkeypatch):
         assert len(plan.kernels) > 1
         for k in set(range(len(wanted))) - set(chosen):
             name = operator.arguments[wanted[k]]
-            assert not any(name in written for kernel in plan.kernels for written in kernel.writes if kernel.phase == "backward"), name
+            assert not any(name in written for kernel in plan.kernels for written in kernel.writes if kernel.phase == "backward"), (
+                name
+            )
 
 
 def test_saves_nothing_but_its_inputs(operator, target):
@@ -316,7 +320,8 @@ def test_registration(operator, target, grad):
     given = leaves(args) if grad else args
     torch.library.opcheck(operator.op.forward_op, (*given, target.impl, True))
     grads = [g.requires_grad_(grad) for g in cotangents(outs)]
-    for needs in ([True] * len(floats(args)), [i == 0 for i in range(len(floats(args)))]):
+    needed = [[True] * len(floats(args)), [i == 0 for i in range(len(floats(args)))]]
+    for needs in needed[:1] if target.interpreted and grad else needed[-1:] if target.interpreted else needed:
         torch.library.opcheck(operator.op.backward_op, (*grads, *given, needs, target.impl, True))
 
 
@@ -349,7 +354,11 @@ def test_compiles_every_path(operator, target):
     """Static shapes, no gradients, deterministic mode, `auto` and channels-last leave no break in the graph."""
     torch._dynamo.reset()
     args = tiny(operator, target, torch.float32)
-    for impl, mode, layout in (("auto", False, "contiguous"), (target.impl, True, "channels_last"), ("reference", False, "contiguous")):
+    for impl, mode, layout in (
+        ("auto", False, "contiguous"),
+        (target.impl, True, "channels_last"),
+        ("reference", False, "contiguous"),
+    ):
         fn = lambda *a, impl=impl: operator.function(*a, impl=impl).sin()
         moved = [restride(a, layout) if isinstance(a, Tensor) else a for a in args]
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
@@ -424,10 +433,7 @@ def mapped_args(operator, target, n=3):
     each = [operator.make(**TINY, dtype=torch.float64, device=target.device, seed=s) for s in range(n)]
     args, dims = [], []
     for position, column in enumerate(zip(*each)):
-        if not isinstance(column[0], Tensor):
-            args.append(column[0])
-            dims.append(None)
-        elif position == 1:
+        if not isinstance(column[0], Tensor) or position == 1:
             args.append(column[0])
             dims.append(None)
         else:
@@ -442,7 +448,9 @@ def close(a, b):
 
 
 def loss(fn):
-    return lambda *a: sum((o * torch.arange(1, 1 + o.numel(), device=o.device, dtype=o.dtype).view(o.shape).sin()).sum() for o in tuple_of(fn(*a)))
+    return lambda *a: sum(
+        (o * torch.arange(1, 1 + o.numel(), device=o.device, dtype=o.dtype).view(o.shape).sin()).sum() for o in tuple_of(fn(*a))
+    )
 
 
 def test_vmap_is_one_call(operator, target, monkeypatch):
@@ -493,7 +501,7 @@ def test_vmap_and_grad_compose(operator, target, monkeypatch):
 
 def test_jacobians_and_forward_mode(operator, target):
     """jacrev, jvp, jacfwd, dual numbers and forward-over-reverse agree with the reference, and jvp with the kernels' own vjp."""
-    args = tiny(operator, target)
+    args = tiny(operator, target, **(dict(B=1, C=2, Q=1, heads=1) if target.interpreted else {}))
     which = tuple(floats(args))
     fn = lambda *xs: operator.function(*replaced(args, which, xs), impl=target.impl)
     ref = lambda *xs: operator.reference(*replaced(args, which, xs))
@@ -572,10 +580,12 @@ def contended(operator, target, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
     """20 runs, every sample on one pixel, all gradients: the same bits."""
+    if target.interpreted and dtype != torch.float32:
+        pytest.skip("the interpreter is slow and runs in order")
     args = contended(operator, target, dtype)
     with deterministic():
         first = value_and_grads(operator.call(target), args)
-        for _ in range(3 if target.interpreted else 19):
+        for _ in range(1 if target.interpreted else 19):
             again = value_and_grads(operator.call(target), args)
             assert same_bits([*first[0], *first[1]], [*again[0], *again[1]])
 
@@ -584,7 +594,7 @@ def test_forward_repeats_its_bits(operator, target):
     """The forward pass is deterministic in the default mode too; so is everything on CPUs."""
     args = contended(operator, target)
     first = value_and_grads(operator.call(target), args)
-    for _ in range(3 if target.interpreted else 19):
+    for _ in range(1 if target.interpreted else 19):
         again = value_and_grads(operator.call(target), args)
         assert same_bits(first[0], again[0])
         assert target.impl == "triton" or same_bits(first[1], again[1])
@@ -648,7 +658,8 @@ class Calls(torch.utils.data.Dataset):
 
 def test_rows_of_a_batch_are_independent(operator, target):
     """Row b of a batch is the call on row b alone: in bits where the plan says so, up to rounding otherwise."""
-    args = operator.make(B=3, C=21, H=6, W=7, Q=9, D=5, heads=3, octaves=2, device=target.device, layout="uniform")
+    sizes = dict(B=3, C=5, H=4, W=5, Q=3, D=2, heads=1) if target.interpreted else dict(B=3, C=21, H=6, W=7, Q=9, D=5, heads=3)
+    args = operator.make(**sizes, octaves=2, device=target.device, layout="uniform")
     with deterministic():
         plan = sonde.explain(operator.call(target), *leaves(args))
         out, grads = value_and_grads(operator.call(target), args)
@@ -704,18 +715,17 @@ if given is not None:
 
     @given(st.data())
     def test_bad_arguments_are_value_or_type_errors(operator, data):
-        """Whatever comes, the caller sees ValueError or TypeError (or a result, if it happens to be right), and keeps its inputs."""
+        """Whatever comes, the caller sees ValueError or TypeError (or a result, if it happens to fit), and keeps its inputs."""
         impl = data.draw(st.sampled_from(["auto", "numba", "triton", "reference", "cuda", "", None, 3, [], ("auto",)]))
         args = [a.float() if isinstance(a, Tensor) else a for a in tiny(operator)]
         for i in data.draw(st.lists(st.integers(0, len(args) - 1), max_size=3)):
             wrong = data.draw(st.sampled_from(WRONG))
             args[i] = (wrong(args[i]) if isinstance(args[i], Tensor) else args[i]) if inspect.isfunction(wrong) else wrong
         before = [a.detach().clone() if isinstance(a, Tensor) and a.device.type != "meta" else a for a in args]
-        try:
-            out = operator.function(*args, impl=impl)
-        except (ValueError, TypeError) as refused:
-            assert type(refused) in (ValueError, TypeError)
-            assert operator.name in str(refused)
+        out = attempt(operator, args, impl)
+        if isinstance(out, Exception):
+            assert type(out) in (ValueError, TypeError)
+            assert operator.name in str(out)
         else:
             assert all(isinstance(o, Tensor) for o in tuple_of(out))
         for a, b in zip(args, before):
@@ -724,6 +734,14 @@ if given is not None:
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------------
+
+
+def attempt(operator, args, impl="auto"):
+    """The result, or the ValueError or TypeError that came instead."""
+    try:
+        return operator.function(*args, impl=impl)
+    except (ValueError, TypeError) as refusal:
+        return refusal
 
 
 def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
@@ -766,13 +784,14 @@ def test_errors_of_sizes(operator, target):
     for i in tensors(args):
         for d in range(args[i].ndim):
             longer = torch.cat([args[i], args[i].narrow(d, 0, 1)], d)
-            try:
-                operator.function(*replaced(args, [i], [longer]), impl=target.impl)
+            out = attempt(operator, replaced(args, [i], [longer]), target.impl)
+            if isinstance(out, Tensor):
                 free += 1
-            except ValueError as caught:
-                assert operator.name in str(caught)
-                assert any(f"{n} must" in str(caught) for n in operator.arguments), caught
-                assert "got [" in str(caught), caught
+            else:
+                assert isinstance(out, ValueError)
+                assert operator.name in str(out)
+                assert any(f"{n} must" in str(out) for n in operator.arguments), out
+                assert "got [" in str(out), out
     assert free <= 5, "sizes that no other argument fixes: those of an image, its channels or the heads"
 
 
@@ -827,7 +846,9 @@ def test_meta_tensors_give_shapes(operator):
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_cuda_graph_capture(operator, mode):
     """Forward and backward are captured on the current stream and replay with new inputs."""
-    make = lambda seed: operator.make(B=2, C=20, H=13, W=17, Q=50, D=7, heads=3, octaves=2, device="cuda", layout="uniform", seed=seed)
+    make = lambda seed: operator.make(
+        B=2, C=20, H=13, W=17, Q=50, D=7, heads=3, octaves=2, device="cuda", layout="uniform", seed=seed
+    )
     args, other = leaves(make(0)), make(1)
     run = lambda *a: value_and_grads(operator.call("triton"), a)
     with deterministic(mode):

@@ -16,7 +16,12 @@ def python(code: str, **env: str) -> str:
     """The output of `code` in a fresh interpreter that finds sonde and nothing of this process."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, "PYTHONPATH": str(SRC), **env}, timeout=300, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**clean, "PYTHONPATH": str(SRC), **env},
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -3,6 +3,8 @@
 The operators here exist for these tests only; their "kernels" are modules made on the spot, which count their calls.
 """
 
+# ruff: noqa: E731 (short functions read better on one line)
+
 import sys
 import types
 
@@ -188,7 +190,10 @@ def test_vmap_of_grad_and_grad_of_vmap(x, gain):
 def test_jvp_and_hessian(x, gain):
     """Forward mode and mixed modes go through the reference."""
     tangent = torch.randn_like(x)
-    close(torch.func.jvp(lambda a: scaled(a, gain)[:2], (x,), (tangent,)), torch.func.jvp(lambda a: scaled_reference(a, gain, 2)[:2], (x,), (tangent,)))
+    close(
+        torch.func.jvp(lambda a: scaled(a, gain)[:2], (x,), (tangent,)),
+        torch.func.jvp(lambda a: scaled_reference(a, gain, 2)[:2], (x,), (tangent,)),
+    )
     small = x[:1, :1]
     loss = lambda f: lambda a: f(a, None, 2)[0].sin().sum()
     close(torch.func.hessian(loss(scaled))(small), torch.func.hessian(loss(scaled_reference))(small))

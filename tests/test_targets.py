@@ -4,6 +4,8 @@ Each target has a process of its own (this file, run as a script), because it in
 needs a Triton that does not interpret.
 """
 
+# ruff: noqa: E731 (short functions read better on one line)
+
 import json
 import os
 import re
@@ -49,7 +51,9 @@ def started() -> dict[str, Future]:
 def compile_for(target: str) -> dict:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, __file__, target], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__, target], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     RUNNING.append(process)
     out, errors = process.communicate()
     assert process.returncode == 0, f"{target}: {errors[-4000:]}"
@@ -78,9 +82,10 @@ def main(name: str) -> None:
         os.environ["TRITON_CACHE_DIR"] = folder
         import torch
         import triton
-        from helpers import OPERATORS, Operator, floats
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
+
+        from helpers import OPERATORS, Operator, floats
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))

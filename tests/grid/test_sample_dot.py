@@ -1,14 +1,16 @@
 """``sample_dot``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
 
+# ruff: noqa: E731 (short functions read better on one line)
+
 import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
 
 import sonde
+from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
 
 OPERATOR = Operator.find("grid.sample_dot")
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3, octaves=2)
@@ -58,7 +60,10 @@ def test_scipy(impl):
     B, C, H, W = images.shape
     x, y = ((samples[..., 0] + 1) * W - 1) / 2, ((samples[..., 1] + 1) * H - 1) / 2
     values = np.stack(
-        [[ndimage.map_coordinates(images[b, c], [y[b], x[b]], order=1, mode="grid-constant", cval=0.0) for c in range(C)] for b in range(B)]
+        [
+            [ndimage.map_coordinates(images[b, c], [y[b], x[b]], order=1, mode="grid-constant", cval=0.0) for c in range(C)]
+            for b in range(B)
+        ]
     )
     want = np.einsum("bhqc,bcqd->bhqd", queries, values[:, : SIZES["C"]])
     for f in range(SIZES["octaves"]):
@@ -142,8 +147,12 @@ def test_high_octaves_keep_their_precision(target):
 
 def test_half_turns(target):
     """Depths at multiples of half and quarter turns, where the reduction changes sides, agree with the reference."""
-    images, samples, queries, _, octaves = OPERATOR.make(B=1, C=2, H=3, W=3, Q=2, D=8, heads=1, octaves=2, layout="one_pixel", device=target.device)
-    depths = torch.tensor([[[0.0, 0.25, 0.5, 0.75, 1.0, 1.5, -0.5, -0.25], [0.125, 0.375, 2.5, -1.5, 1e-8, -1e-8, 0.49999997, 0.50000006]]])
+    images, samples, queries, _, octaves = OPERATOR.make(
+        B=1, C=2, H=3, W=3, Q=2, D=8, heads=1, octaves=2, layout="one_pixel", device=target.device
+    )
+    depths = torch.tensor(
+        [[[0.0, 0.25, 0.5, 0.75, 1.0, 1.5, -0.5, -0.25], [0.125, 0.375, 2.5, -1.5, 1e-8, -1e-8, 0.49999997, 0.50000006]]]
+    )
     args = (images, samples, queries, depths.to(target.device), octaves)
     assert_agrees(OPERATOR, target, args)
 
@@ -203,7 +212,9 @@ def test_without_octaves_in_graphs(target):
     images, samples, queries, _, _ = make(target, octaves=0)
     fn = lambda *a: sonde.sample_dot(*a, impl=target.impl)
     want = OPERATOR.reference(images, samples, queries)
-    torch.testing.assert_close(torch.vmap(fn, (None, None, 0))(images, samples, torch.stack([queries, -queries])), torch.stack([want, -want]))
+    torch.testing.assert_close(
+        torch.vmap(fn, (None, None, 0))(images, samples, torch.stack([queries, -queries])), torch.stack([want, -want])
+    )
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(images, samples, queries), want)
 

@@ -1,12 +1,14 @@
 """``sample_sum``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
 
+# ruff: noqa: E731 (short functions read better on one line)
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
 
 import sonde
+from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
 
 OPERATOR = Operator.find("grid.sample_sum")
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3)
@@ -111,7 +113,7 @@ def test_translation(impl):
     """Moving the image by a pixel and the samples with it changes nothing inside."""
     images, samples, weights = make(impl)
     padded = F.pad(images, (1, 2, 3, 4))
-    B, C, H, W = images.shape
+    H, W = images.shape[2:]
     size, new, offset = torch.tensor([W, H]), torch.tensor([W + 3, H + 7]), torch.tensor([1, 3])
     size, new, offset = size.to(samples), new.to(samples), offset.to(samples)
     moved = (2 * (((samples + 1) * size - 1) / 2 + offset) + 1) / new - 1

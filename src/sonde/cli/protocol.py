@@ -175,8 +175,8 @@ def _gather(job: Job, args: Sequence) -> Callable | None:
         from ..grid import _gpu_floor
     except ImportError:  # no Triton
         return None
-    floor = getattr(_gpu_floor, "floor", None)
-    return floor and partial(floor, named["images"].contiguous(memory_format=torch.channels_last), named["samples"])
+    pixels = named["images"].permute(0, 2, 3, 1).contiguous()
+    return partial(_gpu_floor.floor, pixels, named["samples"])
 
 
 _bandwidth = cache(timing.copy_bandwidth)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import launch
+from ..op.gpu import cdiv, launch
 from ._gpu_taps import corners, edges, fetch, locate
 
 
@@ -16,7 +16,7 @@ def floor(images: Tensor, samples: Tensor, block_q: int = 4, num_warps: int = 4)
     (B, H, W, C), (_, Q, D, _) = images.shape, samples.shape
     out = torch.empty(B, Q, device=images.device)
     constants = (C, images.stride(2), block_q, 4, 32)
-    launch(_touch, (B * triton.cdiv(Q, block_q), 1, 1), (images, samples, out), (H, W, Q, D), constants, num_warps)
+    launch(_touch, (images, samples, out), (B * cdiv(Q, block_q), 1, 1), (H, W, Q, D), constants, num_warps)
     return out
 
 

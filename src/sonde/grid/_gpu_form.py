@@ -10,27 +10,26 @@ The last 2·octaves channels of the images meet an encoding of the depth in plac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import accumulator, launch
+from ..op.gpu import accumulator, cdiv, launch, power_of_2
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_layout import as_images, channels_last, empty_pixels, pixel_stride
-from ._gpu_segments import images_gradient, pays, workspace
-from ._gpu_taps import TURN, corners, edges, fetch, interpolate, locate, octave, scatter, wave
+from ._gpu_segments import images_gradient, workspace
+from ._gpu_taps import TURN, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     block_q: int  # queries of a program, next to each other
     block_d: int  # samples of a query that are in flight together
     tiles: int  # tiles of channels that are in flight together
@@ -39,14 +38,13 @@ class Config:
 
 def default_config(kernel: str, D: int, C: int, block_c: int) -> Config:
     """Best on an H200 at pixelSplat's sizes and good elsewhere: a warp holds four samples and one query, whatever the sizes."""
-    tiles = triton.cdiv(max(1, C), block_c)
-    block_d = min(4, _power_of_2(D))
+    tiles = cdiv(max(1, C), block_c)
+    block_d = min(4, power_of_2(D))
     warps = 2 if kernel == "rows" else 1
     return Config(block_q=warps * (4 // block_d), block_d=block_d, tiles=tiles if tiles <= 5 else 4, num_warps=warps)
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What T is made of; images channels-last, everything contiguous."""
 
     images: Tensor  # [B, H, W, C]
@@ -69,10 +67,10 @@ def operands(
     return Operands(channels_last(images), *contiguous, octaves, heads, wide)  # type: ignore[arg-type]
 
 
-def steps(wants: Sequence[str], images: Tensor, samples: Tensor, deterministic: bool) -> list[tuple[str, list[str]]]:
+def steps(wants: Sequence[str], deterministic: bool) -> list[tuple[str, list[str]]]:
     """Which kernels run, and which derivatives each one writes: asked by the launch and by the plan."""
     alone = {"rows": "rows"}
-    if deterministic or pays(images, samples):
+    if deterministic:
         alone["images"] = "segments"
     rest = [want for want in wants if want not in alone]
     found = [(alone[want], [want]) for want in wants if want in alone]
@@ -81,9 +79,9 @@ def steps(wants: Sequence[str], images: Tensor, samples: Tensor, deterministic: 
 
 def derivatives(T: Operands, results: dict[str, Tensor], deterministic: bool = False) -> None:
     """Write the derivatives of T that `results` names; what is added atomically must be zero before."""
-    for kernel, wants in steps(list(results), T.images, T.samples, deterministic):
+    for kernel, wants in steps(list(results), deterministic):
         if kernel == "segments":
-            T = replace(T, images=T.images.to("meta"))  # of which only the shape matters now: make room
+            T = T._replace(images=T.images.to("meta"))  # of which only the shape matters now: make room
             images_gradient(T, results["images"])
         else:
             _launch(kernel, T, {want: results[want] for want in wants})
@@ -119,7 +117,7 @@ def plan(
     apart = "images" in writes and not (laid_out and images.dtype == wide)
     pixels = B * H * W * (C if laid_out else pixel_stride(C, wide.itemsize)) * wide.itemsize if apart else 0
     found = []
-    for kernel, wants in steps(list(writes), pixels_of, samples, deterministic):
+    for kernel, wants in steps(list(writes), deterministic):
         atomic = kernel == "form" and "images" in wants
         promise = Determinism.NONE if atomic else Determinism.RUN_TO_RUN if kernel == "segments" else Determinism.BATCH_INVARIANT
         found.append(
@@ -136,26 +134,32 @@ def plan(
 
 
 def _launch(kernel: str, T: Operands, results: dict[str, Tensor]) -> None:
-    (B, H, W, C), (_, Q, D, _) = T.images.shape, T.samples.shape
-    stride = T.images.stride(2)
-    block_c = min(BLOCK_C, _power_of_2(C))
-    config = default_config(kernel, D, C - 2 * T.octaves, block_c)
-    wide_offsets = FORCE_INT64 or H * W * stride >= 2**31
-    common = (C, stride, T.heads, T.octaves, accumulator(T.wide), tl.int64 if wide_offsets else tl.int32)
-    blocks = (config.block_q, config.block_d, block_c)
-    programs, sizes = B * triton.cdiv(Q, config.block_q), (H, W, Q, D)
     if kernel == "rows":
-        grid = (programs, triton.cdiv(max(1, C - 2 * T.octaves), config.tiles * block_c), 1)
-        launch(_rows, grid, (T.images, T.samples, T.coef, results["rows"]), sizes, (*common, *blocks, config.tiles), config.num_warps)
+        function, tensors, d_stride = _rows, (T.images, T.samples, T.coef, results["rows"]), 0
     else:
         found = [results.get(want) for want in ("images", "samples", "coef", "depths")]
-        tensors = (T.images, T.samples, T.coef, T.rows, T.depths, *found)
-        d_stride = results["images"].stride(2) if "images" in results else 0
-        launch(_form, (programs, 1, 1), tensors, sizes, (*common, *blocks, d_stride, config.tiles), config.num_warps)
+        function, tensors = _form, (T.images, T.samples, T.coef, T.rows, T.depths, *found)
+        d_stride = 0 if found[0] is None else found[0].stride(2)
+    stride = T.images.stride(2)
+    launch(function, tensors, *_recipe(kernel, *T.images.shape, *T.samples.shape[1:3], stride, d_stride, T.heads, T.octaves, T.wide, FORCE_INT64))
 
 
-def _power_of_2(n: int) -> int:
-    return triton.next_power_of_2(max(1, n))
+@lru_cache(None)
+def _recipe(
+    kernel: str, B: int, H: int, W: int, C: int, Q: int, D: int, stride: int, d_stride: int, heads: int, octaves: int,
+    wide: torch.dtype, force_int64: bool,
+) -> tuple[tuple[int, int, int], tuple, tuple, int]:  # fmt: skip
+    """Grid, sizes, constants and warps of a launch."""
+    block_c = min(BLOCK_C, power_of_2(C))
+    config = default_config(kernel, D, C - 2 * octaves, block_c)
+    offset = tl.int64 if force_int64 or H * W * max(stride, d_stride) >= 2**31 else tl.int32
+    constants = (C, stride, heads, octaves, accumulator(wide), offset, config.block_q, config.block_d, block_c, config.tiles)
+    tiles = 1
+    if kernel == "rows":
+        tiles = cdiv(max(1, C - 2 * octaves), config.tiles * block_c)
+    else:
+        constants += (d_stride,)
+    return (B * cdiv(Q, config.block_q), tiles, 1), (H, W, Q, D), constants, config.num_warps
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])
@@ -182,8 +186,8 @@ def _form(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    UNROLL: tl.constexpr,  # tiles of channels that are in flight together
     D_STRIDE: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """All derivatives but that by the rows: block after block of samples, for each all channels."""
     # tensors are [samples, channels]; what there is one of per head is a tuple
@@ -208,6 +212,8 @@ def _form(
         y, x = fetch(samples, qd + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)  # of the next turn: its latency is hidden in this one
         k00, k01, k10, k11 = edges(live, y0, x0, H, W)
         pixel = y0 * W + x0
+        if d_images is not None:
+            one_cell, cell = together(live, pixel)
         w = ()
         g_coef = ()  # sums over channels stay apart by channel of the tile until the end
         for h in tl.static_range(HEADS):
@@ -238,7 +244,7 @@ def _form(
                 g_y += a * dy
                 g_x += a * dx
             if d_images is not None:
-                scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, D_STRIDE)
+                scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, in_c, W, D_STRIDE)
 
         if OCTAVES > 0:
             depth = tl.load(depths + qd, mask=live, other=0).to(ACC)
@@ -269,7 +275,7 @@ def _form(
                     g_y += a * dy
                     g_x += a * dx
                 if d_images is not None:
-                    scatter(d_image + ROW_C, a, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, D_STRIDE)
+                    scatter(d_image + ROW_C, a, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, in_c, W, D_STRIDE)
             if d_depths is not None:
                 total = over_channels(g_depth, live) * TURN
                 tl.store(d_depths + qd, total.to(d_depths.dtype.element_ty), mask=in_qd)

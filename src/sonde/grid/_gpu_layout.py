@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import launch
+from ..op.gpu import cdiv, launch
 
 BLOCK = 64
 
@@ -18,7 +18,7 @@ def pixel_stride(C: int, itemsize: int) -> int:
     Whole 128-byte lines where that costs little, so that no tile of channels straddles two of them, else whole sectors.
     """
     size = C * itemsize
-    lines, sectors = triton.cdiv(size, 128) * 128, triton.cdiv(size, 32) * 32
+    lines, sectors = cdiv(size, 128) * 128, cdiv(size, 32) * 32
     return (lines if lines <= 1.13 * size else sectors) // itemsize
 
 
@@ -49,9 +49,9 @@ def as_images(pixels: Tensor, like: Tensor, memory_format: torch.memory_format) 
 
 
 def _transpose_to(source: Tensor, out: Tensor, B: int, M: int, N: int, from_row: int, to_row: int) -> None:
-    grid = (B * triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK), 1, 1)
+    grid = (B * cdiv(M, BLOCK) * cdiv(N, BLOCK), 1, 1)
     aligned = (4 if (N | from_row) % 4 == 0 else 1, 4 if (M | to_row) % 4 == 0 else 1)
-    launch(_transpose, grid, (source, out), (M, N, from_row, to_row), (*aligned, BLOCK), 4)
+    launch(_transpose, (source, out), grid, (M, N, from_row, to_row), (*aligned, BLOCK), 4)
 
 
 @triton.jit(do_not_specialize=["M", "N", "FROM_ROW", "TO_ROW"])

@@ -7,14 +7,12 @@ is atomic, nothing waits for the host, and a cell with a million samples is many
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import accumulator, launch
+from ..op.gpu import accumulator, cdiv, launch
 from ._gpu_taps import fetch, locate, octave, wave
 
 PIECE = 64
@@ -26,18 +24,13 @@ BLOCK = 1024  # samples per program where one thread serves one sample
 ROOM = 1 << 26  # bytes that the workspace may always take; more only where the images are larger than that
 
 
-def pays(images: Tensor, samples: Tensor) -> bool:
-    """Whether sorting is worth its launches: where it is not, atomic additions are faster, and few enough to be exact."""
-    return samples.numel() * images.shape[3] >= 1 << 22
-
-
 def images_gradient(T, out: Tensor) -> None:
     """∂T/∂images into `out` ``[B, H, W, C]``, every element of which is written."""
     B = out.shape[0]
     chunk = batch_chunk(T.images, T.samples, T.wide)
     for b in range(0, B, chunk):
         part = {name: x[b : b + chunk] for name in ("images", "samples", "coef", "rows", "depths") if (x := getattr(T, name)) is not None}
-        _images_gradient(replace(T, **part), out[b : b + chunk])
+        _images_gradient(T._replace(**part), out[b : b + chunk])
 
 
 def batch_chunk(images: Tensor, samples: Tensor, wide: torch.dtype) -> int:
@@ -68,11 +61,11 @@ def _cells(images: Tensor) -> int:
 def _pieces(images: Tensor, samples: Tensor) -> int:
     """An upper bound that needs no look at the data."""
     n = samples.numel() // 2
-    return min(n, triton.cdiv(n, PIECE) + _cells(images))
+    return min(n, cdiv(n, PIECE) + _cells(images))
 
 
 def _tile(images: Tensor) -> int:
-    return min(TILES, triton.cdiv(images.shape[3], BLOCK_C)) * BLOCK_C
+    return min(TILES, cdiv(images.shape[3], BLOCK_C)) * BLOCK_C
 
 
 def _images_gradient(T, out: Tensor) -> None:
@@ -83,32 +76,32 @@ def _images_gradient(T, out: Tensor) -> None:
         out.zero_()
         return
     acc = accumulator(T.wide)
-    per_sample = (triton.cdiv(n, BLOCK), 1, 1)
+    per_sample = (cdiv(n, BLOCK), 1, 1)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=samples.device)
 
     keys = new(n)
-    launch(_keys, per_sample, (samples, keys), (H, W, Q * D, n, last), (acc, BLOCK), 4)
+    launch(_keys, (samples, keys), per_sample, (H, W, Q * D, n, last), (acc, BLOCK), 4)
     keys, order = torch.sort(keys, stable=True)
     order = order.int()
     starts = new(n, dtype=torch.bool)
-    launch(_starts, per_sample, (keys, starts), (n,), (PIECE, BLOCK), 4)
+    launch(_starts, (keys, starts), per_sample, (n,), (PIECE, BLOCK), 4)
     piece = torch.cumsum(starts, 0, dtype=torch.int32)  # 1 for the first
     first, begin, end = new(P + 1).fill_(n), new(last + 1).fill_(P), new(last + 1).zero_()
-    launch(_bounds, per_sample, (keys, piece, first, begin, end), (n,), (BLOCK,), 4)
+    launch(_bounds, (keys, piece, first, begin, end), per_sample, (n,), (BLOCK,), 4)
     del keys, starts, piece
 
     tile = _tile(images)
     sums = new(P, 4, tile, dtype=T.wide)
-    pixels = (triton.cdiv(B * H * W, BLOCK_PIXELS), tile // BLOCK_C, 1)
+    pixels = (cdiv(B * H * W, BLOCK_PIXELS), tile // BLOCK_C, 1)
     for c0 in range(0, C, tile):
         launch(
-            _sums, (P, 1, 1), (samples, T.coef, T.rows, T.depths, order, first, begin, sums), (H, W, Q, D, last),
+            _sums, (samples, T.coef, T.rows, T.depths, order, first, begin, sums), (P, 1, 1), (H, W, Q, D, last),
             (C, c0, tile, T.heads, T.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C), 1,
         )  # fmt: skip
         constants = (C, out.stride(2), c0, tile, acc, BLOCK_PIXELS, BLOCK_C)
-        launch(_gather, pixels, (sums, begin, end, out), (H, W, B * H * W), constants, 4)
+        launch(_gather, (sums, begin, end, out), pixels, (H, W, B * H * W), constants, 4)
 
 
 @triton.jit(do_not_specialize=["H", "W", "QD", "N", "LAST"])

@@ -63,15 +63,42 @@ def corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr):
-    """Add `value` to the four pixels of each sample's cell, in proportion; the order of the additions is anyone's guess."""
-    p = image + pixel * STRIDE + c
+def together(live, pixel):
+    """→ whether all samples that see the image lie in one cell, as all of a query that looks past it do, and in which."""
+    first = tl.min(tl.where(live, pixel, 2**30))
+    last = tl.max(tl.where(live, pixel, -(2**30)))
+    return first == last, first
+
+
+@triton.jit
+def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, in_c, W, STRIDE: tl.constexpr):
+    """Add each sample's row of `value` to the four pixels of its cell, in proportion; in what order is anyone's guess.
+
+    Rows that meet in `one_cell`, number `cell`, are summed before: a pixel that thousands of samples share would otherwise take their
+    additions one by one, at the cost of time and of digits.
+    """
     bottom = fy * value
     top = value - bottom
-    tl.atomic_add(p, top - fx * top, mask=k00 & in_c, sem="relaxed")
-    tl.atomic_add(p + STRIDE, fx * top, mask=k01 & in_c, sem="relaxed")
-    tl.atomic_add(p + W * STRIDE, bottom - fx * bottom, mask=k10 & in_c, sem="relaxed")
-    tl.atomic_add(p + (W * STRIDE + STRIDE), fx * bottom, mask=k11 & in_c, sem="relaxed")
+    a01, a11 = fx * top, fx * bottom
+    a00, a10 = top - a01, bottom - a11
+    if one_cell:
+        row = image + cell * STRIDE + c
+        add_row(row, a00, k00, in_c)
+        add_row(row + STRIDE, a01, k01, in_c)
+        add_row(row + W * STRIDE, a10, k10, in_c)
+        add_row(row + (W * STRIDE + STRIDE), a11, k11, in_c)
+    else:
+        p = image + pixel * STRIDE + c
+        tl.atomic_add(p, a00, mask=k00 & in_c, sem="relaxed")
+        tl.atomic_add(p + STRIDE, a01, mask=k01 & in_c, sem="relaxed")
+        tl.atomic_add(p + W * STRIDE, a10, mask=k10 & in_c, sem="relaxed")
+        tl.atomic_add(p + (W * STRIDE + STRIDE), a11, mask=k11 & in_c, sem="relaxed")
+
+
+@triton.jit
+def add_row(p, rows, k, in_c):
+    there = tl.max(k.to(tl.int32), 0, keep_dims=True) > 0
+    tl.atomic_add(p, tl.sum(tl.where(k, rows, 0), 0, keep_dims=True), mask=there & in_c, sem="relaxed")
 
 
 @triton.jit

@@ -8,7 +8,10 @@ from torch import Tensor
 
 def accumulator(*operands: Tensor | None) -> torch.dtype:
     """float32, or float64 when any operand is float64."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in operands) else torch.float32
+    for t in operands:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -61,6 +62,7 @@ def operator(
     graded = [i for i in range(results) if i not in no_grad]
     g = len(graded)
 
+    @lru_cache(None)
     def kernels(impl: str):
         return import_module(f"{package}.{KERNELS[impl]}")
 
@@ -159,11 +161,17 @@ def operator(
             return _fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs))
 
     Forward.__name__, Backward.__name__ = name, f"{name}_backward"
+    plain_apply = super(torch.autograd.Function, Forward).apply  # without the signature binding, which costs as much as a launch
+
+    def apply(*args):
+        return (Forward.apply if torch._C._are_functorch_transforms_active() else plain_apply)(*args)
 
     def autograd(*args):
         *args, impl, deterministic = args
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return Forward.apply(impl, deterministic, *args)
+        if torch.is_grad_enabled():
+            for a in args:
+                if isinstance(a, Tensor) and a.requires_grad:
+                    return apply(impl, deterministic, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return forward_op(*args, impl, deterministic)
 
