@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import plan
@@ -161,23 +162,24 @@ def operator(
             return _fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs))
 
     Forward.__name__, Backward.__name__ = name, f"{name}_backward"
-    plain_apply = super(torch.autograd.Function, Forward).apply  # without the signature binding, which costs as much as a launch
-
-    def apply(*args):
-        return (Forward.apply if torch._C._are_functorch_transforms_active() else plain_apply)(*args)
+    # without binding a signature, which costs as much as a launch
+    apply = super(torch.autograd.Function, Forward).apply
+    apply_backward = super(torch.autograd.Function, Backward).apply
 
     def autograd(*args):
         *args, impl, deterministic = args
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
-                    return apply(impl, deterministic, *args)
+                    with _one_level():
+                        return apply(impl, deterministic, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return forward_op(*args, impl, deterministic)
 
     def autograd_backward(*args):
         *args, needs, impl, deterministic = args
-        found = Backward.apply(needs, impl, deterministic, *args)
+        with _one_level():
+            found = apply_backward(needs, impl, deterministic, *args)
         return found[0] if len(wanted) == 1 else found
 
     # graphs of torch.export train too, and torch.func works inside torch.compile
@@ -225,6 +227,11 @@ def _device_of(tensor: Tensor):
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
+
+
+def _one_level():
+    """Where torch.func calls us through the dispatcher, it has one of its levels in hand and wants that one recorded."""
+    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def _tuple(out) -> tuple:
