@@ -24,7 +24,8 @@ def pixel_stride(C: int, itemsize: int) -> int:
 
 def empty_pixels(B: int, H: int, W: int, C: int, dtype: torch.dtype, device: torch.device, *, padded: bool = True) -> Tensor:
     """``[B, H, W, C]``, uninitialised; `padded` to the stride above."""
-    return torch.empty(B, H, W, pixel_stride(C, dtype.itemsize) if padded else C, dtype=dtype, device=device)[..., :C]
+    stride = pixel_stride(C, dtype.itemsize) if padded else C
+    return torch.empty_strided((B, H, W, C), (H * W * stride, W * stride, stride, 1), dtype=dtype, device=device)
 
 
 def channels_last(images: Tensor) -> Tensor:
