@@ -234,8 +234,11 @@ def per_channel(
                 _pick(b, q, m, at, coef, c)
                 if middle < high:
                     _encode(b, q, m, at, depths, octaves, wave)
-                for i in range(m):
-                    _scatter(i, h, low, middle, high, b * H * W, i * 2 * F - plain, c, row, wave, corner, weight, image)
+                i = 0
+                while i < m:
+                    stop_at = _run_of(i, m, corner)
+                    _scatter(i, stop_at, h, low, middle, high, b * H * W, 2 * F, plain, c, row, wave, corner, weight, image)
+                    i = stop_at
         for first in range(0, H * W, LANES):  # a transposition, by pieces that stay in the cache
             for k in range(high - low):
                 for p in range(first, min(first + LANES, H * W)):
@@ -361,19 +364,42 @@ def _corner_dots(i, h, n, F, c, row, wave, pixels, corner):
 
 
 @part
-def _scatter(i, h, low, middle, high, base, encoded, c, row, wave, corner, weight, image):
-    """image[p] += weight·(Σ_j c[i, j]·row[j]) for the four corners p."""
-    n = image.shape[1]
+def _run_of(i, m, corner):
+    """Where the samples end that share the corners of sample i."""
+    end = i + 1
+    while end < m and corner[end, 0] == corner[i, 0] and corner[end, 3] == corner[i, 3]:
+        end += 1
+    return end
+
+
+@part
+def _scatter(first, last, h, low, middle, high, base, waves, plain, c, row, wave, corner, weight, image):
+    """image[p] += Σ_i weight·(Σ_j c[i, j]·row[j]) for the four corners p that samples `first` to `last` share.
+
+    They are summed before they meet the pixel: one that thousands of samples share would swallow their last digits.
+    """
+    zero = spread(row.dtype.type(0))
     for k in range(0, middle - low, LANES):
-        v = _mix(i, k, middle - low, h, c, row)
-        for j in range(4):
-            p = corner[i, j] - base
-            store(fma(weight[i, j], v, load(image, p, k, n)), image, p, k)
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        for i in range(first, last):
+            v = _mix(i, k, middle - low, h, c, row)
+            s0, s1, s2, s3 = fma(weight[i, 0], v, s0), fma(weight[i, 1], v, s1), fma(weight[i, 2], v, s2), fma(weight[i, 3], v, s3)
+        _add(first, k, base, corner, image, s0, s1, s2, s3)
     for k in range(middle, high, LANES):
-        v = fma(c[i, h], load(wave, 0, encoded + k, encoded + high), spread(row.dtype.type(0)))
-        for j in range(4):
-            p = corner[i, j] - base
-            store(fma(weight[i, j], v, load(image, p, k - low, n)), image, p, k - low)
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        for i in range(first, last):
+            v = fma(c[i, h], load(wave, 0, i * waves + k - plain, i * waves + high - plain), zero)
+            s0, s1, s2, s3 = fma(weight[i, 0], v, s0), fma(weight[i, 1], v, s1), fma(weight[i, 2], v, s2), fma(weight[i, 3], v, s3)
+        _add(first, k - low, base, corner, image, s0, s1, s2, s3)
+
+
+@part
+def _add(i, k, base, corner, image, s0, s1, s2, s3):
+    """image[p] += s of each of the four corners p; they may be the same pixel, so one after the other."""
+    n, one = image.shape[1], image.dtype.type(1)
+    for j, s in enumerate((s0, s1, s2, s3)):
+        p = corner[i, j] - base
+        store(fma(one, s, load(image, p, k, n)), image, p, k)
 
 
 # sin 2πs = s·(A0 + A1·s² + …) by Taylor: the rest is 3e-16 at a quarter turn
