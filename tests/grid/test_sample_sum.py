@@ -215,6 +215,35 @@ def test_gradient_of_one_pixel_is_exact_under_contention(target):
         assert torch.equal(grad, want)
 
 
+def images_gradient(function, images, samples, weights):
+    images = images.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(function(images, samples, weights).sum(), images)
+    return grad
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+def test_crowded_cells(target, mode):
+    """A cell with more samples than a piece of a segment, beside cells with one or none: every sum is complete."""
+    images, samples, weights = OPERATOR.make(B=1, C=5, H=4, W=5, Q=2, D=90, heads=1, layout="uniform", device=target.device)
+    samples[:, :, 10:] = samples.new_tensor([0.1, 0.2])
+    want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
+    with deterministic(mode), poisoned():
+        torch.testing.assert_close(images_gradient(call(target), images, samples, weights).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
+    """Where the workspace has no room for the whole batch, or for all channels, nothing is lost."""
+    segments = pytest.importorskip("sonde.grid._gpu_segments")
+    C = segments.TILES * segments.BLOCK_C + 3
+    images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)
+    want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
+    monkeypatch.setattr(segments, "ROOM", 0)
+    assert segments.batch_chunk(images.permute(0, 2, 3, 1), samples, torch.float32) < 3
+    with deterministic(), poisoned():
+        got = images_gradient(call(triton_target), images, samples, weights)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_same_bits_for_both_layouts(target):
     """Channels-last and contiguous images give the same bits."""
     images, samples, weights = make(target, torch.float32)

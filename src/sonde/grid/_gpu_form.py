@@ -24,6 +24,7 @@ from ..op.plan import Determinism, Kernel
 from ._gpu_layout import as_images, channels_last, empty_pixels, pixel_stride
 from ._gpu_segments import images_gradient, workspace
 from ._gpu_taps import TURN, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
+from ._reference import accumulator as accumulator_of
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
@@ -81,7 +82,7 @@ def derivatives(T: Operands, results: dict[str, Tensor], deterministic: bool = F
     """Write the derivatives of T that `results` names; what is added atomically must be zero before."""
     for kernel, wants in steps(list(results), deterministic):
         if kernel == "segments":
-            T = T._replace(images=T.images.to("meta"))  # of which only the shape matters now: make room
+            T = T._replace(images=T.samples.new_empty(()).expand(T.images.shape))  # only its shape matters now: make room
             images_gradient(T, results["images"])
         else:
             _launch(kernel, T, {want: results[want] for want in wants})
@@ -107,29 +108,30 @@ def gradients(inputs: dict[str, Tensor | None], needs: Sequence[bool], determini
 
 
 def plan(
-    phase: Literal["forward", "backward"], images: Tensor, samples: Tensor, wide: torch.dtype, writes: dict[str, str], deterministic: bool
+    phase: Literal["forward", "backward"], writes: dict[str, str], deterministic: bool, images: Tensor, *others: Tensor | None
 ) -> list[Kernel]:
-    """What :func:`derivatives` launches to write the derivatives that `writes` names, under the names it gives them."""
-    pixels_of = images.permute(0, 2, 3, 1)
-    laid_out = pixels_of.is_contiguous()
-    B, C, H, W = images.shape
-    copy = 0 if laid_out else B * H * W * pixel_stride(C, images.element_size()) * images.element_size()
-    apart = "images" in writes and not (laid_out and images.dtype == wide)
-    pixels = B * H * W * (C if laid_out else pixel_stride(C, wide.itemsize)) * wide.itemsize if apart else 0
+    """What :func:`derivatives` launches for these operands to write what `writes` names, under the names it gives them."""
+    wide = accumulator_of(images, *others)
+    samples = others[0]
+    assert samples is not None
+    pixels = images.permute(0, 2, 3, 1)
+    B, H, W, C = pixels.shape
+    copies = sum(x.numel() * x.element_size() for x in others if x is not None and not x.is_contiguous())
+    copy = 0 if pixels.is_contiguous() else B * H * W * pixel_stride(C, images.element_size()) * images.element_size()
+    gradient = 0
+    if "images" in writes and not (memory_format(images, True) == torch.channels_last and images.dtype == wide):
+        padded = memory_format(images, True) != torch.channels_last
+        gradient = B * H * W * (pixel_stride(C, wide.itemsize) if padded else C) * wide.itemsize
     found = []
     for kernel, wants in steps(list(writes), deterministic):
-        atomic = kernel == "form" and "images" in wants
-        promise = Determinism.NONE if atomic else Determinism.RUN_TO_RUN if kernel == "segments" else Determinism.BATCH_INVARIANT
-        found.append(
-            Kernel(
-                name=kernel,
-                writes=tuple(writes[want] for want in wants),
-                accumulator=wide,
-                determinism=promise,
-                workspace=copy + pixels + (workspace(pixels_of, samples, wide) if kernel == "segments" else 0),
-                phase=phase,
-            )
-        )
+        promise, room = Determinism.BATCH_INVARIANT, copies + copy
+        if kernel == "segments":  # which comes last, and needs the images no more
+            promise, room = Determinism.RUN_TO_RUN, copies + workspace(pixels, samples, wide)
+        elif "images" in wants:
+            promise = Determinism.NONE
+        if gradient:  # it becomes the result when all else is gone
+            room = max(gradient, room + gradient - images.numel() * images.element_size())
+        found.append(Kernel(kernel, tuple(writes[want] for want in wants), wide, promise, room, phase))
     return found
 
 

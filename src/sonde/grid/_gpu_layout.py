@@ -35,7 +35,10 @@ def channels_last(images: Tensor) -> Tensor:
         return view
     B, C, H, W = images.shape
     out = empty_pixels(B, H, W, C, images.dtype, images.device)
-    _transpose_to(images.contiguous(), out, B, C, H * W, H * W, out.stride(2))
+    if images.is_contiguous():
+        _transpose_to(images, out, B, C, H * W, H * W, out.stride(2))
+    else:
+        out.copy_(view)
     return out
 
 

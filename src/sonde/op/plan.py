@@ -107,7 +107,8 @@ def record(name: str, impl: str, kernels: Any, args: Sequence, wanted: Sequence[
     """Note what a call would launch; the kernels' own module says it, from the choices that the launch makes as well."""
     grad = torch.is_grad_enabled()
     needs = [grad and isinstance(args[i], Tensor) and args[i].requires_grad for i in wanted]
-    found = kernels.plan(*args, needs=needs, deterministic=deterministic) if kernels else [_reference(args)]
+    with torch.no_grad():
+        found = kernels.plan(*args, needs=needs, deterministic=deterministic) if kernels else [_reference(args)]
     plans = _plans.get()
     assert plans is not None
     plans.append(Plan(name, impl, tuple(found)))

@@ -33,8 +33,6 @@ def plan(
     *, needs: list[bool], deterministic: bool,
 ) -> list[Kernel]:  # fmt: skip
     names = {"images": "images", "samples": "samples", "rows": "queries", "depths": "depths"}
-    wide = accumulator(images, samples, queries, depths)
-    return [
-        *form.plan("forward", images, samples, wide, {"coef": "out"}, False),
-        *form.plan("backward", images, samples, wide, {k: v for (k, v), need in zip(names.items(), needs) if need}, deterministic),
-    ]
+    needed = {k: v for (k, v), need in zip(names.items(), needs) if need}
+    operands = (images, samples, queries, depths)
+    return form.plan("forward", {"coef": "out"}, False, *operands) + form.plan("backward", needed, deterministic, *operands)

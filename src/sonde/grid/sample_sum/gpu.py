@@ -24,8 +24,6 @@ def backward(grad: Tensor, images: Tensor, samples: Tensor, weights: Tensor, *, 
 
 def plan(images: Tensor, samples: Tensor, weights: Tensor, *, needs: list[bool], deterministic: bool) -> list[Kernel]:
     names = {"images": "images", "samples": "samples", "coef": "weights"}
-    wide = accumulator(images, samples, weights)
-    return [
-        *form.plan("forward", images, samples, wide, {"rows": "out"}, False),
-        *form.plan("backward", images, samples, wide, {k: v for (k, v), need in zip(names.items(), needs) if need}, deterministic),
-    ]
+    needed = {k: v for (k, v), need in zip(names.items(), needs) if need}
+    operands = (images, samples, weights)
+    return form.plan("forward", {"rows": "out"}, False, *operands) + form.plan("backward", needed, deterministic, *operands)
