@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
@@ -308,6 +309,7 @@ class Allocations(TorchDispatchMode):
         for t in tuple_of(out):
             if isinstance(t, Tensor) and "set_" not in str(func) and t.untyped_storage().data_ptr() not in seen:
                 storage = t.untyped_storage()
+                gc.collect()  # the interpreter leaves its arguments to the collector
                 self.sizes.append((str(func), storage.nbytes()))
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
