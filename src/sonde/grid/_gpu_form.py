@@ -9,7 +9,7 @@ The last 2·octaves channels of the images meet an encoding of the depth in plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -37,12 +37,16 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def default_config(kernel: str, D: int, C: int, block_c: int) -> Config:
-    """Best on an H200 at pixelSplat's sizes and good elsewhere: a warp holds four samples and one query, whatever the sizes."""
+def default_config(kernel: str, D: int, C: int, block_c: int, gradients: bool) -> Config:
+    """Best on an H200 at pixelSplat's sizes and good elsewhere: a warp holds four samples of one query, whatever the sizes.
+
+    The tiles of a value are in flight together; those of gradients, which need more registers, one after the other.
+    """
     tiles = cdiv(max(1, C), block_c)
     block_d = min(4, power_of_2(D))
     warps = 2 if kernel == "rows" else 1
-    return Config(block_q=warps * (4 // block_d), block_d=block_d, tiles=tiles if tiles <= 5 else 4, num_warps=warps)
+    together = 1 if kernel == "form" and gradients else tiles if tiles <= 5 else 4
+    return Config(block_q=warps * (4 // block_d), block_d=block_d, tiles=together, num_warps=warps)
 
 
 class Operands(NamedTuple):
@@ -64,8 +68,8 @@ def operands(
 ) -> Operands:  # fmt: skip
     """Lay the operands out as the kernels read them, copying what is not laid out so."""
     heads = (rows if coef is None else coef).shape[1]  # type: ignore[union-attr]
-    contiguous = [t if t is None else t.contiguous() for t in (samples, coef, rows, depths)]
-    return Operands(channels_last(images), *contiguous, octaves, heads, wide)  # type: ignore[arg-type]
+    coef, rows, depths = (t if t is None else t.contiguous() for t in (coef, rows, depths))
+    return Operands(channels_last(images), samples.contiguous(), coef, rows, depths, octaves, heads, wide)
 
 
 def steps(wants: Sequence[str], deterministic: bool) -> list[tuple[str, list[str]]]:
@@ -88,7 +92,7 @@ def derivatives(T: Operands, results: dict[str, Tensor], deterministic: bool = F
             _launch(kernel, T, {want: results[want] for want in wants})
 
 
-def gradients(inputs: dict[str, Tensor | None], needs: Sequence[bool], deterministic: bool, **operand) -> list[Tensor]:
+def gradients(inputs: Mapping[str, Tensor | None], needs: Sequence[bool], deterministic: bool, **operand) -> list[Tensor]:
     """The gradients that are needed, of `inputs` in order, each laid out and rounded as its input; T has these operands."""
     needed = {name: x for (name, x), need in zip(inputs.items(), needs) if need and x is not None}
     results = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in needed.items() if name != "images"}
@@ -143,17 +147,32 @@ def _launch(kernel: str, T: Operands, results: dict[str, Tensor]) -> None:
         function, tensors = _form, (T.images, T.samples, T.coef, T.rows, T.depths, *found)
         d_stride = 0 if found[0] is None else found[0].stride(2)
     stride = T.images.stride(2)
-    launch(function, tensors, *_recipe(kernel, *T.images.shape, *T.samples.shape[1:3], stride, d_stride, T.heads, T.octaves, T.wide, FORCE_INT64))
+    launch(
+        function,
+        tensors,
+        *_recipe(
+            kernel,
+            *T.images.shape,
+            *T.samples.shape[1:3],
+            stride,
+            d_stride,
+            T.heads,
+            T.octaves,
+            T.wide,
+            T.coef is not None,
+            FORCE_INT64,
+        ),
+    )
 
 
 @lru_cache(None)
 def _recipe(
     kernel: str, B: int, H: int, W: int, C: int, Q: int, D: int, stride: int, d_stride: int, heads: int, octaves: int,
-    wide: torch.dtype, force_int64: bool,
+    wide: torch.dtype, gradients: bool, force_int64: bool,
 ) -> tuple[tuple[int, int, int], tuple, tuple, int]:  # fmt: skip
     """Grid, sizes, constants and warps of a launch."""
     block_c = min(BLOCK_C, power_of_2(C))
-    config = default_config(kernel, D, C - 2 * octaves, block_c)
+    config = default_config(kernel, D, C - 2 * octaves, block_c, gradients)
     offset = tl.int64 if force_int64 or H * W * max(stride, d_stride) >= 2**31 else tl.int32
     constants = (C, stride, heads, octaves, accumulator(wide), offset, config.block_q, config.block_d, block_c, config.tiles)
     tiles = 1

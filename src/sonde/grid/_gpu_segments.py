@@ -29,7 +29,11 @@ def images_gradient(T, out: Tensor) -> None:
     B = out.shape[0]
     chunk = batch_chunk(T.images, T.samples, T.wide)
     for b in range(0, B, chunk):
-        part = {name: x[b : b + chunk] for name in ("images", "samples", "coef", "rows", "depths") if (x := getattr(T, name)) is not None}
+        part = {
+            name: x[b : b + chunk]
+            for name in ("images", "samples", "coef", "rows", "depths")
+            if (x := getattr(T, name)) is not None
+        }
         _images_gradient(T._replace(**part), out[b : b + chunk])
 
 

@@ -74,8 +74,8 @@ def together(live, pixel):
 def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, in_c, W, STRIDE: tl.constexpr):
     """Add each sample's row of `value` to the four pixels of its cell, in proportion; in what order is anyone's guess.
 
-    Rows that meet in `one_cell`, number `cell`, are summed before: a pixel that thousands of samples share would otherwise take their
-    additions one by one, at the cost of time and of digits.
+    Rows that meet in `one_cell`, number `cell`, are summed before: a pixel that thousands of samples share would otherwise
+    take their additions one by one, at the cost of time and of digits.
     """
     bottom = fy * value
     top = value - bottom

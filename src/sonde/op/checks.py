@@ -52,7 +52,7 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
     return sizes
 
 
-def count(name: str, argument: str, value: Any) -> int:
+def count(name: str, argument: str, value: Any) -> Any:
     """A non-negative integer; booleans are not numbers here."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: {argument} must be an integer >= 0; got {value!r} ({type(value).__name__})")

@@ -38,8 +38,8 @@ def part(function: Callable) -> Callable:
 
 
 def exact_part(function: Callable) -> Callable:
-    """The same with every operation rounded as it is written."""
-    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """The same with every operation rounded as it is written; said aloud, since a callee inherits its caller's ``fastmath``."""
+    return njit(error_model="numpy", fastmath=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:

@@ -57,7 +57,7 @@ def operator(
     signature, result = schema.split(" -> ")
     name, inputs = signature.rstrip(")").split("(", 1)
     names = [declaration.split()[-1] for declaration in inputs.split(", ")]
-    arguments = len(names)
+    count = len(names)
     wanted = [names.index(n) for n in differentiable]
     keep_format = {names.index(n) for n in channels_last}
     results = result.count("Tensor")
@@ -68,20 +68,20 @@ def operator(
     def kernels(impl: str):
         return import_module(f"{package}.{KERNELS[impl]}")
 
-    def forward(*args):
-        *args, impl, _deterministic = args
+    def forward(*arguments):
+        *args, impl, _deterministic = arguments
         with _device_of(args[0]):
             return kernels(impl).forward(*args)
 
-    def backward(*args):
-        *args, needs, impl, deterministic = args
+    def backward(*arguments):
+        *args, needs, impl, deterministic = arguments
         with _device_of(args[0]):
             found = iter(kernels(impl).backward(*args, needs=needs, deterministic=deterministic))
             out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
 
     def fake_backward(*args):
-        inputs, needs = args[g : g + arguments], args[-3]
+        inputs, needs = args[g : g + count], args[-3]
         out = tuple(
             torch.empty_like(inputs[i], memory_format=memory_format(inputs[i], i in keep_format)) if need else args[0].new_empty(0)
             for i, need in zip(wanted, needs)
@@ -122,7 +122,7 @@ def operator(
             needs = [ctx.needs_input_grad[2 + i] and args[i] is not None for i in wanted]
             first = Backward.apply if torch.is_grad_enabled() else Backward.forward  # someone may differentiate again
             found = first(needs, ctx.impl, ctx.deterministic, *[grads[i] for i in graded], *args)
-            out: list = [None] * arguments
+            out: list = [None] * count
             for i, need, grad in zip(wanted, needs, found):
                 out[i] = grad if need else None
             return None, None, *out
@@ -141,7 +141,7 @@ def operator(
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.needs, _, _, *args = inputs
-            _save(ctx, args[: g + arguments])
+            _save(ctx, args[: g + count])
 
         @staticmethod
         def backward(ctx, *cotangents):
@@ -165,8 +165,10 @@ def operator(
     apply = super(torch.autograd.Function, Forward).apply
     apply_backward = super(torch.autograd.Function, Backward).apply
 
-    def autograd(*args):
-        *args, impl, deterministic = args
+    def autograd(*arguments):
+        *args, impl, deterministic = arguments
+        if forward_ad._current_level >= 0:  # kernels have no forward-mode derivative
+            return reference(*args)
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
@@ -174,8 +176,10 @@ def operator(
                         return apply(impl, deterministic, *args)
         return _run(forward_op, forward, (*args, impl, deterministic))
 
-    def autograd_backward(*args):
-        *args, needs, impl, deterministic = args
+    def autograd_backward(*arguments):
+        *args, needs, impl, deterministic = arguments
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"{name}: a gradient has no forward-mode derivative here; use impl='reference'")
         with _one_level():
             found = apply_backward(needs, impl, deterministic, *args)
         return found[0] if len(wanted) == 1 else found
@@ -189,13 +193,13 @@ def operator(
     def call(*args, impl: str):
         impl = plan.choose(name, impl, args[0])
         deterministic = torch.are_deterministic_algorithms_enabled()
-        if torch.compiler.is_compiling():
-            return reference(*args) if impl == "reference" else forward_op(*args, impl, deterministic)
-        if plan.recording():
+        if not torch.compiler.is_compiling() and plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
-        if impl == "reference" or forward_ad._current_level >= 0:  # kernels have no forward-mode derivative
+        if impl == "reference" or forward_ad._current_level >= 0:
             return reference(*args)
+        if torch.compiler.is_compiling():
+            return forward_op(*args, impl, deterministic)
         if torch._C._are_functorch_transforms_active():
             return Forward.apply(impl, deterministic, *args)
         return autograd(*args, impl, deterministic)  # the dispatcher's detour through Autograd is skipped

@@ -88,7 +88,14 @@ class Plan:
     def __str__(self) -> str:
         head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace")
         rows = [
-            (k.phase, k.name, ", ".join(k.writes), str(k.accumulator).removeprefix("torch."), k.determinism.value, f"{k.workspace:,} B")
+            (
+                k.phase,
+                k.name,
+                ", ".join(k.writes),
+                str(k.accumulator).removeprefix("torch."),
+                k.determinism.value,
+                f"{k.workspace:,} B",
+            )
             for k in self.kernels
         ]
         width = [max(map(len, column)) for column in zip(head, *rows)]
