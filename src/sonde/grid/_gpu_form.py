@@ -224,13 +224,18 @@ def _form(
     if d_images is not None:
         d_image = d_images + b * H * W * D_STRIDE
 
-    y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, in_q & (i % BLOCK_D < D), ACC)
+    AHEAD: tl.constexpr = d_images is None  # coordinates are fetched a turn ahead, unless additions need the registers
+    if AHEAD:
+        y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, in_q & (i % BLOCK_D < D), ACC)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + i % BLOCK_D
         in_qd = in_q & (d < D)
         qd = (b * Q + q) * D + d  # which sample
+        if not AHEAD:
+            y, x = fetch(samples, qd, in_qd, ACC)
         live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
-        y, x = fetch(samples, qd + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)  # of the next turn: its latency is hidden in this one
+        if AHEAD:
+            y, x = fetch(samples, qd + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)
         k00, k01, k10, k11 = edges(live, y0, x0, H, W)
         pixel = y0 * W + x0
         if d_images is not None:

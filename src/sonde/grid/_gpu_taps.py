@@ -79,20 +79,18 @@ def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, 
     """
     bottom = fy * value
     top = value - bottom
-    a01, a11 = fx * top, fx * bottom
-    a00, a10 = top - a01, bottom - a11
     if one_cell:
         row = image + cell * STRIDE + c
-        add_row(row, a00, k00, in_c)
-        add_row(row + STRIDE, a01, k01, in_c)
-        add_row(row + W * STRIDE, a10, k10, in_c)
-        add_row(row + (W * STRIDE + STRIDE), a11, k11, in_c)
+        add_row(row, top - fx * top, k00, in_c)
+        add_row(row + STRIDE, fx * top, k01, in_c)
+        add_row(row + W * STRIDE, bottom - fx * bottom, k10, in_c)
+        add_row(row + (W * STRIDE + STRIDE), fx * bottom, k11, in_c)
     else:
         p = image + pixel * STRIDE + c
-        tl.atomic_add(p, a00, mask=k00 & in_c, sem="relaxed")
-        tl.atomic_add(p + STRIDE, a01, mask=k01 & in_c, sem="relaxed")
-        tl.atomic_add(p + W * STRIDE, a10, mask=k10 & in_c, sem="relaxed")
-        tl.atomic_add(p + (W * STRIDE + STRIDE), a11, mask=k11 & in_c, sem="relaxed")
+        tl.atomic_add(p, top - fx * top, mask=k00 & in_c, sem="relaxed")
+        tl.atomic_add(p + STRIDE, fx * top, mask=k01 & in_c, sem="relaxed")
+        tl.atomic_add(p + W * STRIDE, bottom - fx * bottom, mask=k10 & in_c, sem="relaxed")
+        tl.atomic_add(p + (W * STRIDE + STRIDE), fx * bottom, mask=k11 & in_c, sem="relaxed")
 
 
 @triton.jit
