@@ -131,7 +131,7 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):
     """The allocator's own peak agrees with the plan."""
-    args = leaves(operator.cases.make(**{**operator.cases.BENCH["pixelsplat_infer"], "B": 1}, device="cuda"))
+    args = leaves(operator.cases.make(**{**operator.cases.BENCH["pixelsplat_infer"], "B": 4}, device="cuda"))
     measured = []
 
     def peak(function):
@@ -150,8 +150,9 @@ def test_workspace_on_the_device(operator, mode):
         peak(lambda: torch.autograd.grad(out, [args[i] for i in floats(args)], ct, retain_graph=True))
     for phase, used in zip(("forward", "backward"), measured):
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
-        assert used <= 1.05 * claimed + 2**16, f"{phase} takes {used}, the plan says {claimed}"
-        assert claimed <= 1.5 * used + 2**16, f"{phase} takes {used}, the plan says {claimed}"
+        slack = 2**21  # the allocator hands out a block that is up to 1 MiB too large rather than split it
+        assert used <= 1.05 * claimed + slack, f"{phase} takes {used}, the plan says {claimed}"
+        assert claimed <= 1.5 * used + slack, f"{phase} takes {used}, the plan says {claimed}"
 
 
 def test_fake_tensors(operator):
