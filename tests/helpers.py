@@ -327,9 +327,13 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
     for phase, real in (("forward", module.forward), ("backward", module.backward)):
 
         def watched(*args, _real=real, **keywords):
-            with Allocations() as mode:
-                out = _real(*args, **keywords)
-                out = out if isinstance(out, Tensor) else list(out)
+            gc.freeze()  # what lives already need not be searched again and again
+            try:
+                with Allocations() as mode:
+                    out = _real(*args, **keywords)
+                    out = out if isinstance(out, Tensor) else list(out)
+            finally:
+                gc.unfreeze()
             found.append(mode)
             return out
 

@@ -167,8 +167,6 @@ def operator(
 
     def autograd(*arguments):
         *args, impl, deterministic = arguments
-        if forward_ad._current_level >= 0:  # kernels have no forward-mode derivative
-            return reference(*args)
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
@@ -176,17 +174,22 @@ def operator(
                         return apply(impl, deterministic, *args)
         return _run(forward_op, forward, (*args, impl, deterministic))
 
-    def autograd_backward(*arguments):
+    def dispatched(*arguments):
+        if _any_dual(arguments):  # kernels have no forward-mode derivative
+            return reference(*arguments[:-2])
+        return autograd(*arguments)
+
+    def dispatched_backward(*arguments):
         *args, needs, impl, deterministic = arguments
-        if forward_ad._current_level >= 0:
+        if _any_dual(args):
             raise NotImplementedError(f"{name}: a gradient has no forward-mode derivative here; use impl='reference'")
         with _one_level():
             found = apply_backward(needs, impl, deterministic, *args)
         return found[0] if len(wanted) == 1 else found
 
     # graphs of torch.export train too, and torch.func works inside torch.compile
-    torch.library.impl(f"{NAMESPACE}::{name}", "Autograd", autograd)
-    torch.library.impl(f"{NAMESPACE}::{name}_backward", "Autograd", autograd_backward)
+    torch.library.impl(f"{NAMESPACE}::{name}", "Autograd", dispatched)
+    torch.library.impl(f"{NAMESPACE}::{name}_backward", "Autograd", dispatched_backward)
     for op in (forward_op, backward_op):
         torch.library.register_vmap(op, lambda info, in_dims, *args, op=op: _fold(info, in_dims, args, op))
 
@@ -242,6 +245,11 @@ def _device_of(tensor: Tensor):
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
+
+
+def _any_dual(args: Sequence[Any]) -> bool:
+    """Whether a tensor carries a tangent; graphs enter forward mode without Python's noticing."""
+    return any(isinstance(a, Tensor) and torch._VF._unpack_dual(a, level=0)[1] is not None for a in args)  # type: ignore[attr-defined]
 
 
 def _one_level():
