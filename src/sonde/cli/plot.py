@@ -12,12 +12,12 @@ OURS, OURS_BACKWARD, THEIRS = "#1b6ca8", "#7fb2d9", "#c9c9c9"
 
 def save(records: Sequence[dict], file: str, title: str = "") -> bool:
     """Draw `records` into `file`; False, with one line that says why, where that is not possible."""
-    if find_spec("matplotlib") is None:
-        print("no picture: matplotlib is not installed; it comes with the extra sonde[plot]", file=sys.stderr)
-        return False
     drawable = [r for r in records if r["speedup"] and "eager" in r["speedup"]]
     if not drawable:
         print("no picture: no record has a speed-up over eager PyTorch", file=sys.stderr)
+        return False
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed; it comes with the extra sonde[plot]", file=sys.stderr)
         return False
     _draw(drawable, file, title)
     return True
