@@ -96,15 +96,15 @@ def gradients(inputs: Mapping[str, Tensor | None], needs: Sequence[bool], determ
     """The gradients that are needed, of `inputs` in order, each laid out and rounded as its input; T has these operands."""
     needed = {name: x for (name, x), need in zip(inputs.items(), needs) if need and x is not None}
     results = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in needed.items() if name != "images"}
-    if "depths" in results and not operand.get("octaves"):
-        results["depths"].zero_()
     if "images" in needed:
         images = needed["images"]
         B, C, H, W = images.shape
         layout = memory_format(images, True)
         pixels = empty_pixels(B, H, W, C, operand["wide"], images.device, padded=layout != torch.channels_last)
-        results["images"] = pixels.zero_()
-    wanted = {name: x for name, x in results.items() if name != "depths" or operand.get("octaves")}
+        results["images"] = pixels if deterministic else pixels.zero_()  # segments write every element, atomics add
+    wanted = dict(results)
+    if "depths" in wanted and not operand.get("octaves"):
+        wanted.pop("depths").zero_()  # nothing reads them
     derivatives(operands(**operand), wanted, deterministic)
     if "images" in needed:
         results["images"] = as_images(pixels, images, layout)
@@ -122,9 +122,8 @@ def plan(
     B, H, W, C = pixels.shape
     copies = sum(x.numel() * x.element_size() for x in others if x is not None and not x.is_contiguous())
     copy = 0 if pixels.is_contiguous() else B * H * W * pixel_stride(C, images.element_size()) * images.element_size()
-    gradient = 0
-    if "images" in writes and not (memory_format(images, True) == torch.channels_last and images.dtype == wide):
-        padded = memory_format(images, True) != torch.channels_last
+    gradient, padded = 0, memory_format(images, True) != torch.channels_last
+    if "images" in writes and (padded or images.dtype != wide):
         gradient = B * H * W * (pixel_stride(C, wide.itemsize) if padded else C) * wide.itemsize
     found = []
     for kernel, wants in steps(list(writes), deterministic):
@@ -146,26 +145,11 @@ def _launch(kernel: str, T: Operands, results: dict[str, Tensor]) -> None:
         found = [results.get(want) for want in ("images", "samples", "coef", "depths")]
         function, tensors = _form, (T.images, T.samples, T.coef, T.rows, T.depths, *found)
         d_stride = 0 if found[0] is None else found[0].stride(2)
-    stride = T.images.stride(2)
-    launch(
-        function,
-        tensors,
-        *_recipe(
-            kernel,
-            *T.images.shape,
-            *T.samples.shape[1:3],
-            stride,
-            d_stride,
-            T.heads,
-            T.octaves,
-            T.wide,
-            T.coef is not None,
-            FORCE_INT64,
-        ),
-    )
+    sizes = (*T.images.shape, *T.samples.shape[1:3], T.images.stride(2), d_stride, T.heads, T.octaves)
+    launch(function, tensors, *_recipe(kernel, *sizes, T.wide, T.coef is not None, FORCE_INT64))
 
 
-@lru_cache(None)
+@lru_cache(4096)
 def _recipe(
     kernel: str, B: int, H: int, W: int, C: int, Q: int, D: int, stride: int, d_stride: int, heads: int, octaves: int,
     wide: torch.dtype, gradients: bool, force_int64: bool,
