@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from .console import dump, table
@@ -172,7 +171,9 @@ def _smoke(impl: str, kind: str) -> str:
 
 
 def _cache() -> dict:
-    folder = _cache_folder()
+    from ..op.cache import cache_dir
+
+    folder = cache_dir()
     above = next(p for p in (folder, *folder.parents) if p.exists())
     files = [f for f in folder.rglob("*") if f.is_file()] if folder.exists() else []
     return dict(
@@ -182,10 +183,6 @@ def _cache() -> dict:
         files=len(files),
         mib=round(sum(f.stat().st_size for f in files) / 2**20, 1),
     )
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("SONDE_CACHE_DIR") or Path.home() / ".cache/sonde")
 
 
 def show(found: dict) -> None:

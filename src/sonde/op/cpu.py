@@ -17,6 +17,8 @@ from typing import Any
 import numba
 import torch
 
+from .cache import cache_dir
+
 njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used here
 config: Any = numba.config
 FAST = {"contract", "reassoc", "nsz", "arcp"}
@@ -78,7 +80,7 @@ def _cache_folder() -> Path | None:
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     try:
-        folder = Path(os.environ.get("SONDE_CACHE_DIR") or Path.home() / ".cache/sonde") / "numba" / digest
+        folder = cache_dir() / "numba" / digest
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return None
