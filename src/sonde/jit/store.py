@@ -1,0 +1,327 @@
+"""The tuning store: which configuration won, and every timing behind it. SQLite, one file per host.
+
+**Convention.** Every method is safe in many threads and processes at once, and none fails because of the file: where it cannot be
+used, one warning says why and results stay in this process. A winner gives way only to one that is 5 % faster, so that noise does
+not change what runs; times are compared by their medians. A lease is for a time, so that an owner that is killed blocks nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ..op.cache import cache_dir
+from .database import Damaged, Unusable, transact
+from .timing import Trial
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+T = TypeVar("T")
+MARGIN = 0.05
+FORMAT = 1  # of exported documents
+
+
+class Key(NamedTuple):
+    """What a winner is valid for."""
+
+    kernel: str
+    source: str  # digest of the kernel's source
+    device: str
+    torch: str
+    triton: str
+    dtypes: str
+    constants: str
+    bucket: str  # of the runtime sizes
+
+
+class Winner(NamedTuple):
+    key: Key
+    config: dict[str, Any]
+    median_us: float
+    timings: int
+    at: float  # seconds since 1970
+
+
+class Record(NamedTuple):
+    key: Key
+    trial: Trial
+    at: float
+
+
+_KEY = ", ".join(f"keys.{name}" for name in Key._fields)
+_IS = " AND ".join(f"keys.{name} = ?" for name in Key._fields)
+_WINNERS = f"SELECT {_KEY}, config, median_us, timings, at FROM winners JOIN keys ON keys.id = winners.key"
+_TRIALS = f"SELECT {_KEY}, config, times_us, cause, error, compile_s, at FROM trials JOIN keys ON keys.id = trials.key"
+_warned: set[Path | None] = set()
+_stores: dict[Path | None, Store] = {}
+
+
+def open_store() -> Store:
+    """This process's store for the present `cache_dir`; nothing is opened or written yet."""
+    path: Path | None
+    try:
+        host = re.sub(r"[^\w.-]+", "-", platform.node()) or "unknown"
+        path = cache_dir() / f"tuning-{host}.sqlite"
+    except RuntimeError:  # no home
+        path = None
+    return _stores.setdefault(path, Store(path))
+
+
+class Store:
+    """The store in the file `path`; ``None`` keeps everything in this process. `problem` says why the file was not used, if so."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.problem: str | None = None
+        self._winners: dict[Key, Winner | None] = {}  # what could not be written, None for one that fell
+        self._records: list[Record] = []
+
+    def winner(self, key: Key) -> dict[str, Any] | None:
+        """The configuration to run, or None."""
+        found = self._winner(key)
+        return found and dict(found.config)
+
+    def winners(self, kernel: str | None = None, device: str | None = None) -> list[Winner]:
+        """All winners, or those of a kernel or device; in the order of their keys."""
+        wanted = {name: value for name, value in (("kernel", kernel), ("device", device)) if value is not None}
+        where = " AND ".join(f"keys.{name} = ?" for name in wanted) or "1"
+        query = f"{_WINNERS} WHERE {where}"
+        none: list[Winner] = []
+        rows = self._read(lambda db: [_winner(row) for row in db.execute(query, [*wanted.values()])], none)
+        found = {w.key: w for w in rows} | self._winners
+        found = {key: w for key, w in found.items() if all(getattr(key, name) == value for name, value in wanted.items())}
+        return [w for key in sorted(found) if (w := found[key])]
+
+    def snapshot(self, device: str) -> dict[Key, dict[str, Any]]:
+        """All configurations of a device in one query."""
+        return {w.key: w.config for w in self.winners(device=device)}
+
+    def trials(self, key: Key | None = None) -> list[Record]:
+        """Every trial, or those of a key, oldest first, with its whole distribution."""
+        where, values = ("1", ()) if key is None else (_IS, key)
+        query = f"{_TRIALS} WHERE {where} ORDER BY trials.id"
+        none: list[Record] = []
+        rows = self._read(lambda db: [_record(row) for row in db.execute(query, values)], none)
+        return rows + [r for r in self._records if key in (None, r.key)]
+
+    def record(self, key: Key, trials: Iterable[Trial]) -> dict[str, Any] | None:
+        """Keep these trials and settle the winner, in one transaction; returns the configuration of the winner, if there is one."""
+        trials, now = list(trials), time.time()
+        rows = [(_json(t.config), _json(t.times_us), t.cause, t.error, t.compile_s, now) for t in trials]
+
+        def work(db: Connection) -> tuple[Winner | None]:
+            id = _id(db, key)
+            db.executemany(
+                "INSERT INTO trials (key, config, times_us, cause, error, compile_s, at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [(id, *row) for row in rows],
+            )
+            old = _find(db, key)
+            new = settle(key, old, trials, now)
+            if new != old:
+                _put(db, id, new)
+            return (new,)
+
+        written = self._try(work, None, write=True)
+        if written:
+            (new,) = written
+            self._winners.pop(key, None)
+        else:
+            new = settle(key, self._winner(key), trials, now)
+            self._records += [Record(key, t, now) for t in trials]
+            self._winners[key] = new
+        return new and dict(new.config)
+
+    def claim(self, key: Key, owner: str, seconds: float) -> bool:
+        """Whether `owner` may tune `key` for the next `seconds`; again by the same owner prolongs. True where nothing is shared."""
+
+        def work(db: Connection) -> bool:
+            now = time.time()  # within the transaction, hence not before the time that an earlier owner wrote
+            done = db.execute(
+                "INSERT INTO leases (key, owner, since, until) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
+                " SET owner = excluded.owner, since = excluded.since, until = excluded.until"
+                " WHERE leases.owner = excluded.owner OR excluded.since NOT BETWEEN leases.since AND leases.until",
+                (_id(db, key), owner, now, now + seconds),
+            )
+            return done.rowcount == 1
+
+        return self._try(work, True, write=True)
+
+    def release(self, key: Key, owner: str) -> None:
+        """Give back what `claim` gave; nothing happens where another has it by now."""
+        self._try(lambda db: db.execute("DELETE FROM leases WHERE key = ? AND owner = ?", (_id(db, key), owner)), None, write=True)
+
+    def wait(self, key: Key, seconds: float, poll: float = 0.05) -> dict[str, Any] | None:
+        """The winner, as soon as there is one; None when nobody is tuning `key` (any more) or after `seconds`."""
+
+        def work(db: Connection) -> tuple[Winner | None, bool]:
+            taken = f"SELECT count(*) FROM leases JOIN keys ON keys.id = leases.key WHERE {_IS} AND ? BETWEEN since AND until"
+            return _find(db, key), bool(db.execute(taken, (*key, time.time())).fetchone()[0])
+
+        end = time.monotonic() + seconds
+        nobody: tuple[Winner | None, bool] = (None, False)
+        while True:
+            winner, taken = self._read(work, nobody)
+            winner = self._winners.get(key, winner)
+            if winner or not taken or time.monotonic() >= end:
+                return winner and dict(winner.config)
+            time.sleep(max(0.0, min(poll, end - time.monotonic())))
+
+    def clear(self, kernel: str | None = None) -> int:
+        """Forget winners and trials, of one kernel or all; returns of how many keys. Leases stay: somebody is tuning."""
+
+        def work(db: Connection) -> int:
+            which = "SELECT id FROM keys WHERE ? IN (kernel, '')"  # '' is all
+            used = "id IN (SELECT key FROM winners UNION SELECT key FROM trials)"
+            name = (kernel or "",)
+            count = db.execute(f"SELECT count(*) FROM ({which} AND {used})", name).fetchone()[0]
+            for table in ("winners", "trials"):
+                db.execute(f"DELETE FROM {table} WHERE key IN ({which})", name)
+            db.execute("DELETE FROM keys WHERE ? IN (kernel, '') AND id NOT IN (SELECT key FROM leases)", name)
+            return count
+
+        there = self.path is not None and os.path.exists(self.path)
+        count = self._try(work, 0, write=True) if there else 0
+        own = {r.key for r in self._records} | self._winners.keys()
+        gone = {key for key in own if kernel in (None, key.kernel)}
+        self._records = [r for r in self._records if r.key not in gone]
+        self._winners = {key: w for key, w in self._winners.items() if key not in gone}
+        return count + len(gone)
+
+    def export(self, device: str | None = None) -> dict[str, Any]:
+        """All winners, or those of a device, as a document for `load`, and for shipping."""
+        rows = [{**w.key._asdict(), **w._asdict(), "at": round(w.at)} for w in self.winners(device=device)]
+        for row in rows:
+            del row["key"]
+        devices = {row["device"] for row in rows}
+        return dict(format=FORMAT, device=device or (devices.pop() if len(devices) == 1 else None), winners=rows)
+
+    def load(self, document: Any) -> int:
+        """Take over the winners of a document; one that is here already gives way only to 5 %. Returns how many changed."""
+        new = parse(document)
+
+        def work(db: Connection) -> int:
+            changed = 0
+            for w in new:
+                if _beats(w.median_us, _find(db, w.key)):
+                    _put(db, _id(db, w.key), w)
+                    changed += 1
+            return changed
+
+        written = self._try(work, None, write=True)
+        if written is not None:
+            return written
+        better = [w for w in new if _beats(w.median_us, self._winner(w.key))]
+        self._winners |= {w.key: w for w in better}
+        return len(better)
+
+    def _winner(self, key: Key) -> Winner | None:
+        return self._winners[key] if key in self._winners else self._read(lambda db: _find(db, key), None)
+
+    def _read(self, work: Callable[[Connection], T], otherwise: T) -> T:
+        if self.path is None or not os.path.exists(self.path):
+            return otherwise  # nobody has tuned yet, which is no reason to write or to warn
+        return self._try(work, otherwise)
+
+    def _try(self, work: Callable[[Connection], T], otherwise: T, write: bool = False) -> T:
+        try:
+            if self.path is None:
+                raise Unusable("there is no home folder")
+            return transact(self.path, work, write)
+        except Unusable as problem:
+            self.problem = str(problem)
+            if self.path not in _warned:
+                _warned.add(self.path)
+                hint = "what is tuned stays in this process; set SONDE_CACHE_DIR to a folder that is writable"
+                warnings.warn(f"sonde: no tuning store ({problem}): {hint}", RuntimeWarning, stacklevel=4)
+            return otherwise
+
+
+def settle(key: Key, old: Winner | None, trials: Iterable[Trial], now: float) -> Winner | None:
+    """Who wins after these trials. The old winner defends itself with its newest median, and is out if it failed this time."""
+    best: Winner | None = None
+    for trial in trials:
+        able = trial.cause is None and math.isfinite(trial.median_us)
+        this = Winner(key, trial.config, trial.median_us, len(trial.times_us), now)
+        if old and _json(trial.config) == _json(old.config):
+            old = this if able else None
+        elif able and (best is None or this.median_us < best.median_us):
+            best = this
+    return best if best and _beats(best.median_us, old) else old
+
+
+def parse(document: Any) -> list[Winner]:
+    """The winners of an exported document; ValueError if it is none."""
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"document must have format {FORMAT}, as `sonde cache export` of this version writes, got {found!r}")
+    rows = document.get("winners")
+    if not isinstance(rows, list):
+        raise ValueError(f"document: winners must be a list, got {type(rows).__name__}")
+    winners = []
+    for i, row in enumerate(rows):
+        try:
+            key = Key(*[row[name] for name in Key._fields])
+            winner = Winner(key, row["config"], float(row["median_us"]), int(row["timings"]), float(row["at"]))
+        except (TypeError, KeyError, ValueError) as problem:
+            raise ValueError(f"document: winners[{i}] is not a winner: {type(problem).__name__}: {problem}") from None
+        if not (all(isinstance(part, str) for part in key) and isinstance(winner.config, dict)):
+            raise ValueError(f"document: winners[{i}] must have strings for {', '.join(Key._fields)} and an object for config")
+        if not (math.isfinite(winner.median_us) and winner.median_us > 0):
+            raise ValueError(f"document: winners[{i}]: median_us must be positive, got {winner.median_us}")
+        winners.append(winner)
+    return winners
+
+
+def _beats(median_us: float, old: Winner | None) -> bool:
+    return old is None or median_us <= (1 - MARGIN) * old.median_us
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _id(db: Connection, key: Key) -> int:
+    marks = ", ".join("?" * len(key))
+    db.execute(f"INSERT OR IGNORE INTO keys ({', '.join(Key._fields)}) VALUES ({marks})", key)
+    return db.execute(f"SELECT id FROM keys WHERE {_IS}", key).fetchone()[0]
+
+
+def _find(db: Connection, key: Key) -> Winner | None:
+    row = db.execute(f"{_WINNERS} WHERE {_IS}", key).fetchone()
+    return row and _winner(row)
+
+
+def _put(db: Connection, id: int, winner: Winner | None) -> None:
+    db.execute("DELETE FROM winners WHERE key = ?", (id,))
+    if winner:
+        row = (id, _json(winner.config), winner.median_us, winner.timings, winner.at)
+        db.execute("INSERT INTO winners (key, config, median_us, timings, at) VALUES (?, ?, ?, ?, ?)", row)
+
+
+def _winner(row: Sequence[Any]) -> Winner:
+    *key, config, median_us, timings, at = row
+    return Winner(Key(*key), _loads(config, dict), median_us, timings, at)
+
+
+def _record(row: Sequence[Any]) -> Record:
+    *key, config, times_us, cause, error, compile_s, at = row
+    return Record(Key(*key), Trial(_loads(config, dict), tuple(_loads(times_us, list)), cause, error, compile_s), at)
+
+
+def _loads(text: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError):
+        value = None
+    if not isinstance(value, kind):
+        raise Damaged(f"is damaged (it holds {text!r:.40} where JSON should be)")
+    return value

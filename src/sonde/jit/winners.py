@@ -1,0 +1,99 @@
+"""What is known about configurations: stored winners of this machine, and those that come with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import settings
+from .policies import PickAny
+from .store import Key, open_store
+
+SHIPPED = Path(__file__).parent / "shipped"
+_any = PickAny()
+_version = 0  # grows when a winner may have changed
+
+
+def state() -> tuple:
+    """What a choice depends on besides the call itself; part of the key of whatever remembers choices."""
+    policy = settings.current().policy
+    return (policy if type(policy) is PickAny or not _capturing() else _any), _version
+
+
+def forget() -> None:
+    """Look again: the store has changed."""
+    global _version
+    _version += 1
+    stored.cache_clear()
+
+
+def _capturing() -> bool:
+    """Nothing may be timed while a graph is captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # is_available() asks the driver
+
+
+@lru_cache(64)
+def stored(device: str) -> Mapping[Key, Mapping]:
+    return open_store().snapshot(device)
+
+
+@lru_cache(64)
+def shipped(device: str) -> Mapping[tuple, Mapping]:
+    """They hold for every version of torch and Triton, until something better is stored."""
+    file = SHIPPED / f"{slug(device)}.json"
+    if not file.is_file():
+        return {}
+    rows = json.loads(file.read_text(encoding="utf-8"))["winners"]
+    return {(row["kernel"], row["dtypes"], row["constants"], row["bucket"]): row["config"] for row in rows}
+
+
+def portable(key: Key) -> tuple:
+    """The part of a key that another version has in common with this one."""
+    return key.kernel, key.dtypes, key.constants, key.bucket
+
+
+def slug(device: str) -> str:
+    return "-".join(device.lower().split())
+
+
+_pretended: str | None = None
+
+
+def pretend(device: str | None) -> None:
+    """A release is built for a device that is not there."""
+    global _pretended
+    _pretended = device
+    forget()
+
+
+def device_name(device: torch.device) -> str:
+    return _pretended or _device_name(device)
+
+
+@lru_cache(64)
+def _device_name(device: torch.device) -> str:
+    """With its architecture, for which a release is built."""
+    if device.type != "cuda":
+        return "interpreter"
+    if not torch.cuda.is_available():  # fake tensors need none
+        return "no GPU"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} sm_{properties.major}{properties.minor}" if torch.version.cuda else properties.name
+
+
+def read(kind: type, found: Any) -> Any:
+    """A configuration of this kind from what was stored, or None if it is of another kind, as one of an older version."""
+    if isinstance(found, kind):
+        return found
+    names = {f.name for f in fields(kind)} if is_dataclass(kind) else set(kind._fields)  # type: ignore[attr-defined]
+    return kind(**found) if isinstance(found, Mapping) and set(found) == names else None
+
+
+def write(config: Any) -> dict:
+    return asdict(config) if is_dataclass(config) else config._asdict()  # type: ignore[arg-type]

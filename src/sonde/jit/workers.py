@@ -1,0 +1,231 @@
+"""Where configurations are compiled and tried: in other processes, so that this one survives whatever they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bench import Bench, Layout, copies, spans
+from .process import Lost, Worker, describe
+from .timing import Trial
+
+
+def precompile(
+    kernel: Any, problem: Any, configs: Sequence, tensors: Sequence[Tensor | None], num_workers: int, limit_s: float
+) -> Iterator[tuple[Any, float, str | None]]:
+    """Compile `configs` into Triton's cache on disk, in processes that never touch the GPU.
+
+    Yields each configuration when it is done, with the seconds that it took and, if it failed, why. They go on compiling between
+    one and the next; closing the iterator ends them.
+    """
+    if not is_compiled(kernel.function):
+        yield from ((config, 0.0, None) for config in configs)
+        return
+    if not is_importable(kernel):
+        for config in configs:
+            yield config, *_compile(kernel, problem, config, tensors)
+        return
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    kinds = [None if t is None else (t.dtype, t.data_ptr() % 16, t.untyped_storage().nbytes()) for t in tensors]
+    about = kernel.module, kernel.attribute, problem, (target.backend, target.arch, target.warp_size), kinds
+    workers = [Worker(_start_compiler, about, _environment(kernel)) for _ in range(max(1, min(num_workers, len(configs))))]
+    tasks, results = deque(configs), SimpleQueue[Any]()
+    threads = [threading.Thread(target=_feed, args=(w, tasks, results, limit_s), daemon=True) for w in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in configs:
+            found = results.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        tasks.clear()
+        for worker in workers:
+            worker.kill()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _feed(worker: Worker, tasks: deque, results: SimpleQueue, limit_s: float) -> None:
+    try:
+        while tasks:
+            try:
+                config = tasks.popleft()
+            except IndexError:  # another thread was faster
+                return
+            start = time.monotonic()
+            try:
+                seconds, cause = worker.ask((config,), limit_s, "compilation", "compiler")
+            except Lost as lost:
+                seconds, cause = time.monotonic() - start, str(lost)
+            results.put((config, seconds, cause))
+    except BaseException as error:
+        results.put(error)
+    finally:
+        worker.close()
+
+
+def _start_compiler(module: str, attribute: str, problem: Any, target: tuple, kinds: Iterable[tuple | None]) -> Callable:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    os.nice(5)  # behind the process that times
+    driver.set_active(CompileOnly(GPUTarget(*target)))
+    kernel = getattr(import_module(module), attribute)
+    tensors = [kind and Pointer(*kind) for kind in kinds]
+    return lambda config: _compile(kernel, problem, config, tensors)
+
+
+def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple[float, str | None]:
+    start, cause = time.monotonic(), None
+    try:
+        launch = kernel.launch(problem, config)
+        options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **options)
+    except Exception as error:
+        cause = describe(error)
+    return time.monotonic() - start, cause
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """All that Triton's cache key takes from a tensor."""
+
+    dtype: torch.dtype
+    address: int
+    nbytes: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:  # AMD's backend offsets storages below 2 GiB in 32 bits
+        return self.nbytes
+
+
+class CompileOnly:
+    """A Triton driver that compiles for `target` and launches nothing, so that real launchers run on CPU tensors."""
+
+    SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # noqa: RUF012 (bytes a block may have)
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.utils = target, self
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable:
+        return lambda *args, **options: None
+
+    def load_binary(self, *args: Any) -> tuple:
+        return None, None, 0, 0, 1024
+
+    def unload_module(self, *args: Any) -> None:
+        pass
+
+    def get_device_properties(self, device: Any) -> dict:
+        shared = self.SHARED_MEMORY.get(self.target.arch, 65536)
+        return dict(max_shared_mem=shared, max_num_regs=65536, warpSize=self.target.warp_size)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target.arch)  # Triton caches kernels per device
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def trials(kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> Trials | InProcess:
+    return (Trials if is_importable(kernel) else InProcess)(kernel, problem, tensors)
+
+
+class Trials:
+    """Checks and times configurations one by one in a process of its own, on copies of `tensors`."""
+
+    def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
+        device = next(t.device for t in tensors if t is not None)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (nameless: it goes with its last user, however that ends)
+        torch.save([None if span is None else span.to("cpu", copy=True) for span in spans(tensors, kernel.writes)], self._file)
+        self._file.flush()
+        about = kernel.module, kernel.attribute, problem, str(device), [None if t is None else Layout.of(t) for t in tensors]
+        self._worker = Worker(_start_bench, (*about, self._file.fileno()), _environment(kernel), self._file.fileno())
+        self._worker.start()  # its imports go on beside the first compilation
+
+    def trial(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
+        try:
+            times_us, cause, error, healthy = self._worker.ask((config, best_us), limit_s, "the run", "the run")
+        except Lost as lost:
+            return Trial(config, cause=str(lost))
+        if not healthy:
+            self._worker.stop()
+        return Trial(config, times_us, cause, error)
+
+    def close(self) -> None:
+        self._worker.close()
+        self._file.close()
+
+
+class InProcess:
+    """The same in this process, for kernels that another one cannot import; `limit_s` means nothing here."""
+
+    def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
+        device = next(t.device for t in tensors if t is not None)
+        layouts = [None if t is None else Layout.of(t) for t in tensors]
+        self._bench = Bench(kernel, problem, copies(layouts, spans(tensors, kernel.writes), device))
+
+    def trial(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
+        times_us, cause, error, _ = self._bench.trial(config, best_us)
+        return Trial(config, times_us, cause, error)
+
+    def close(self) -> None:
+        del self._bench
+
+
+def _start_bench(module: str, attribute: str, problem: Any, device: str, layouts: Sequence[Layout | None], file: int) -> Callable:
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    with os.fdopen(file, "rb") as stream:
+        stream.seek(0)
+        tensors = copies(layouts, torch.load(stream, map_location="cpu"), where)
+    return Bench(getattr(import_module(module), attribute), problem, tensors).trial
+
+
+def _environment(kernel: Any) -> dict[str, str]:
+    """Triton there must interpret if and only if it does here, whatever became of the variable since it was read."""
+    env = dict(os.environ)
+    if is_compiled(kernel.function):
+        env.pop("TRITON_INTERPRET", None)
+    elif type(kernel.function).__name__ == "InterpretedFunction":
+        env["TRITON_INTERPRET"] = "1"
+    return env
+
+
+def is_compiled(function: object) -> bool:
+    """Not interpreted; asked without loading Triton."""
+    triton = sys.modules.get("triton")
+    return triton is not None and isinstance(function, triton.JITFunction)
+
+
+def is_importable(kernel: Any) -> bool:
+    return kernel.module not in (None, "__main__") and kernel.attribute is not None and os.name == "posix"

@@ -1,0 +1,75 @@
+"""A script of ``test_workers.py``: compile in processes for a GPU that is not there, and say what came of it."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import toy_triton
+from toy_triton import SCALE, Config, Problem
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from sonde.jit.workers import CompileOnly, precompile
+
+
+def main(backend: str, arch: str, cache: str) -> None:
+    driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
+    os.environ["TRITON_INTERPRET"] = "1"  # too late for this process, and not for others to obey
+    note = Path(cache) / "note"
+    problem = Problem(1000, 3, str(note))
+    room = torch.zeros(1001)
+    # aligned, absent, not aligned
+    tensors = (room[:1000], None, room[1:])
+    good = [Config(64), Config(128, 8), Config(128, 8, 2)]
+    bad = [Config(48), Config(32, does="crash"), Config(16, does="hang")] if backend == "cuda" else []
+    report: dict = {"causes": {}}
+    # what takes its whole limit comes second, beside everything else
+    for config, seconds, cause in precompile(SCALE, problem, good[:1] + bad[::-1] + good[1:], tensors, 2, 4):
+        report["causes"][f"{config.block} {config.num_warps} {config.num_stages}"] = cause
+        report["seconds"] = max(seconds, report.get("seconds", 0))
+
+    before = listing(cache)
+    hits = []
+    knobs.compilation.listener = lambda **found: hits.append(found["cache_hit"])
+    for config in good:
+        launch = SCALE.launch(problem, config)
+        toy_triton._scale.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, num_warps=launch.num_warps,
+                                 num_stages=launch.num_stages)  # fmt: skip
+    report |= {"hits": list(hits), "unchanged": listing(cache) == before, "kernels": len(list(Path(cache).glob("*/_scale.json")))}
+    hits.clear()
+    launch = SCALE.launch(problem, good[0])
+    toy_triton._scale.warmup(room, None, room, *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3)
+    report["other alignment hits"] = hits
+
+    if backend == "cuda":
+        SCALE.module = None
+        report["here"] = [cause for _, _, cause in precompile(SCALE, problem, [Config(64), Config(48)], tensors, 2, 60)]
+        SCALE.module = "toy_triton"
+        note.unlink()
+        hanging = precompile(SCALE, problem, [Config(64), Config(16, does="hang")], tensors, 1, 600)
+        with closing(hanging):
+            next(hanging)
+            while not (note.exists() and note.read_text()):
+                time.sleep(0.02)
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            try:
+                next(hanging)
+            except KeyboardInterrupt:
+                report["interrupted"] = True
+        report["left"] = Path(f"/proc/{note.read_text()}").exists()
+    print(json.dumps(report))
+
+
+def listing(folder: str) -> list:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

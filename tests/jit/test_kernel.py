@@ -1,0 +1,452 @@
+"""A kernel runs in the configuration that its policy, the store, the package and its own predicate leave it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import threading
+import timeit
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+import sonde
+from helpers import Target
+from sonde import jit
+from sonde.cli.operators import OPERATORS
+from sonde.jit import PickAny, PickBest, PickFixed, PickStored, Unsupported, settings, store, winners
+from sonde.jit import search as search_module
+from sonde.jit.kernel import _searched, dtypes_of
+from sonde.jit.store import open_store
+from sonde.jit.timing import Trial
+from sonde.op import gpu
+
+DEVICE = torch.device(Target("triton").device)
+DOCS = Path(__file__).parents[2] / "docs" / "tuning.md"
+
+
+class Problem(NamedTuple):
+    n: int
+    factor: int = 2
+    wide: torch.dtype = torch.float32
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int = 4
+
+
+class Other(NamedTuple):
+    size: int
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scale(x, out, told, N, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, FACTOR * tl.load(x + i, mask=i < N), mask=i < N)
+    tl.store(told, BLOCK)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scale_again(x, out, told, N, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < N) * FACTOR, mask=i < N)
+    tl.store(told, BLOCK)
+
+
+def made(function=_scale, **changes) -> jit.Tunable:
+    """``out = FACTOR · x``, which tells in what block it ran: 16 by default, 128 only for n of at least 13."""
+    return jit.kernel(
+        function,
+        "test.scale",
+        **dict(
+            default=lambda p: Config(16),
+            candidates=lambda p: [Config(16), Config(32), Config(64), Config(128), Config(32)],
+            launch=lambda p, c: jit.Launch((-(-p.n // c.block), 1, 1), (p.n,), (p.factor, c.block), c.num_warps),
+            sizes=("n",),
+            writes=(1, 2),
+            fits=lambda p, c: c.block <= 10 * p.n,
+            expected=lambda p, x, out, told: {1: p.factor * x},
+        )
+        | changes,
+    )
+
+
+def tensors(problem: Problem) -> list[torch.Tensor]:
+    x = torch.arange(problem.n, dtype=torch.float32, device=DEVICE)
+    return [x, torch.full_like(x, -1), torch.zeros(1, dtype=torch.int32, device=DEVICE)]
+
+
+def ran(kernel: jit.Tunable, problem: Problem) -> int:
+    """The block of the configuration that a call really ran in."""
+    x, out, told = tensors(problem)
+    kernel(problem, x, out, told)
+    assert torch.equal(out, problem.factor * x)
+    return int(told)
+
+
+def key_of(kernel: jit.Tunable, problem: Problem) -> store.Key:
+    return kernel.key(problem, dtypes_of(tensors(problem)), DEVICE)
+
+
+def remember(kernel: jit.Tunable, problem: Problem, config: dict) -> None:
+    open_store().record(key_of(kernel, problem), [Trial(config, (1.0,) * 5)])
+    winners.forget()
+
+
+def ship(folder: Path, kernel: jit.Tunable, problem: Problem, config: dict) -> None:
+    key = key_of(kernel, problem)
+    row = dict(kernel=key.kernel, dtypes=key.dtypes, constants=key.constants, bucket=key.bucket, config=config)
+    (folder / f"{winners.slug(key.device)}.json").write_text(json.dumps(dict(winners=[row])))
+    winners.shipped.cache_clear()
+    winners.forget()
+
+
+@pytest.fixture(autouse=True)
+def shipped(monkeypatch, tmp_path):
+    """Nothing is stored and nothing is shipped."""
+    monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_stores", {})
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(winners, "SHIPPED", folder)
+    winners.shipped.cache_clear()
+    winners.forget()
+    _searched.clear()
+    yield folder
+    winners.shipped.cache_clear()
+    winners.forget()
+    _searched.clear()
+
+
+@pytest.fixture
+def searched(monkeypatch) -> list:
+    """A search that times nothing: large blocks are fast. Tells what it was asked."""
+    asked = []
+
+    def search(kernel, problem, tensors, *, num_workers, max_configs=None, budget_s=None, progress=None):
+        asked.append((kernel.name, problem, settings.current()))
+        configs = search_module.candidates(kernel, problem, max_configs)
+        trials = [Trial(config, (1000.0 / sum(c for c in config if isinstance(c, int)),) * 5) for config in configs]
+        for i, trial in enumerate(trials):
+            if progress:
+                progress(i + 1, len(trials), trial, trial)
+        return trials
+
+    monkeypatch.setattr(search_module, "search", search)
+    return asked
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Kernels run in PyTorch: Triton's interpreter serves one thread at a time."""
+
+    def bind(function, tensors, launch):
+        factor, block = launch.constants
+        return lambda x, out, told: (out.copy_(factor * x), told.fill_(block))
+
+    monkeypatch.setattr(gpu, "bind", bind)
+
+
+# --- what is known
+
+
+def test_order_of_choice(shipped):
+    """Stored before shipped before default; a change of the store is seen by the next call."""
+    kernel, problem = made(), Problem(20)
+    assert ran(kernel, problem) == 16
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    assert ran(kernel, problem) == 32
+    remember(kernel, problem, dict(block=64, num_warps=4))
+    assert ran(kernel, problem) == 64
+    choice = kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE)
+    assert (choice.config, choice.origin, choice.candidates, choice.key) == (Config(64), "tuned", 4, key_of(kernel, problem))
+    open_store().clear()
+    winners.forget()
+    assert ran(kernel, problem) == 32
+    assert kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE).origin == "shipped"
+
+
+def test_predicate_is_asked_on_every_hit(shipped):
+    """Two problems share a bucket; what is stored and shipped for it suits one of them only."""
+    kernel, large, small = made(), Problem(14), Problem(9)
+    assert key_of(kernel, large) == key_of(kernel, small)
+    remember(kernel, large, dict(block=128, num_warps=4))
+    assert (ran(kernel, large), ran(kernel, small)) == (128, 16)
+    ship(shipped, kernel, large, dict(block=64, num_warps=4))
+    assert (ran(kernel, large), ran(kernel, small)) == (128, 64)
+    ship(shipped, kernel, large, dict(block=128, num_warps=4))
+    assert ran(kernel, small) == 16
+
+
+@pytest.mark.parametrize("config", [dict(block=64), dict(block=64, num_warps=4, tiles=1), dict(size=64)])
+def test_configurations_of_another_version_are_passed_over(config):
+    kernel, problem = made(), Problem(20)
+    remember(kernel, problem, config)
+    assert ran(kernel, problem) == 16
+
+
+def test_nothing_to_choose():
+    """One candidate that fits, or none that can be checked: the default, under every policy, and no key."""
+    for kernel in (made(expected=None), made(candidates=None), made(candidates=lambda p: [Config(16), Config(1 << 20)])):
+        assert not kernel.tunable(Problem(20))
+        for policy in (PickAny, PickBest, PickStored):
+            with settings.set(policy):
+                assert ran(kernel, Problem(20)) == 16
+        assert kernel.choose(Problem(20), "float32", DEVICE).key is None
+
+
+def test_nothing_to_run(searched):
+    """Empty problems are no reason to search, nor for a complaint that nothing is stored."""
+    for policy in (PickAny, PickBest, PickStored):
+        with settings.set(policy):
+            made(fits=lambda p, c: True)(Problem(0), *tensors(Problem(0)))
+    assert not searched
+
+
+def test_key():
+    """Sizes count by their power of two; constants, dtypes and the source exactly."""
+    kernel = made()
+    key = key_of(kernel, Problem(16))
+    assert json.loads(key.bucket) == dict(n=5)
+    assert json.loads(key.constants) == dict(factor=2, wide="torch.float32")
+    assert key.dtypes == "float32 float32 int32"
+    assert key_of(kernel, Problem(31)) == key
+    others = [key_of(kernel, p) for p in (Problem(15), Problem(32), Problem(16, 3), Problem(16, 2, torch.float64))]
+    others += [key_of(made(_scale_again), Problem(16)), kernel.key(Problem(16), "float64 float64 int32", DEVICE)]
+    assert len({key, *others}) == 7
+
+
+def test_winners_do_not_depend_on_the_batch():
+    kernel = made(batch=("factor",))
+    assert key_of(kernel, Problem(16, 2)) == key_of(kernel, Problem(16, 3))
+
+
+def test_changed_source_forgets_what_was_tuned():
+    before, after, same = made(), made(_scale_again), made()
+    assert before.source == same.source != after.source
+    remember(before, Problem(20), dict(block=64, num_warps=4))
+    assert (ran(before, Problem(20)), ran(same, Problem(20)), ran(after, Problem(20))) == (64, 64, 16)
+
+
+# --- policies
+
+
+@pytest.mark.parametrize("config", [Config(64), dict(block=64, num_warps=4)])
+def test_fixed(config):
+    kernel = made()
+    remember(kernel, Problem(20), dict(block=32, num_warps=4))
+    with settings.set(PickFixed(config)):
+        assert ran(kernel, Problem(20)) == 64
+        assert kernel.choose(Problem(20), "float32", DEVICE).origin == "fixed"
+    assert ran(kernel, Problem(20)) == 32
+
+
+@pytest.mark.parametrize("config", [Other(64), dict(size=64)])
+def test_fixed_for_another_kernel(config):
+    """A pass has several kernels, and a configuration is meant for those that have its fields."""
+    with settings.set(PickFixed(config)):
+        assert ran(made(), Problem(20)) == 16
+
+
+def test_fixed_that_does_not_fit():
+    with settings.set(PickFixed(Config(128))), pytest.raises(Unsupported, match=r"test.scale: Config\(block=128.* does not fit"):
+        ran(made(), Problem(9))
+
+
+def test_stored(shipped):
+    kernel, problem = made(), Problem(20)
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    with settings.set(PickStored):
+        with pytest.raises(Unsupported, match=r"test.scale: nothing is stored for Problem\(n=20.*sonde tune"):
+            ran(kernel, problem)
+        remember(kernel, problem, dict(block=64, num_warps=4))
+        assert ran(kernel, problem) == 64
+
+
+def test_threads_have_their_own(plain):
+    """Two threads call one kernel in turns, each under its own policy."""
+    kernel, together, found = made(), threading.Barrier(2), {32: [], 64: []}
+
+    def work(block: int) -> None:
+        with settings.set(PickFixed(Config(block))):
+            for _ in range(10):
+                together.wait(30)
+                found[block].append(ran(kernel, Problem(20)))
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in found]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert found == {32: [32] * 10, 64: [64] * 10}
+    assert ran(kernel, Problem(20)) == 16
+
+
+# --- the search
+
+
+def test_best_searches_once(searched):
+    """The winner runs at once, is stored, and serves every policy."""
+    kernel = made()
+    with settings.set(PickBest, num_workers=3, max_configs=3, budget_s=7):
+        assert [ran(kernel, Problem(n)) for n in (20, 20, 21)] == [64, 64, 64]
+    ((name, problem, now),) = searched
+    assert (name, problem, now.num_workers, now.max_configs, now.budget_s) == ("test.scale", Problem(20), 3, 3, 7.0)
+    assert ran(kernel, Problem(20)) == 64
+    with settings.set(PickStored):
+        assert ran(kernel, Problem(20)) == 64
+    (winner,) = open_store().winners()
+    assert (winner.key, winner.config) == (key_of(kernel, Problem(20)), dict(block=64, num_warps=4))
+    assert [r.trial.config["block"] for r in open_store().trials(winner.key)] == [16, 32, 64]
+
+
+def test_shipped_winners_are_no_reason_not_to_search(searched, shipped):
+    kernel = made()
+    ship(shipped, kernel, Problem(20), dict(block=32, num_warps=4))
+    with settings.set(PickBest):
+        assert ran(kernel, Problem(20)) == 128
+    assert len(searched) == 1
+
+
+def test_again_searches_once_more(searched):
+    kernel = made()
+    remember(kernel, Problem(20), dict(block=32, num_warps=4))
+    with settings.set(PickBest):
+        assert ran(kernel, Problem(20)) == 32
+    assert not searched
+    with settings.set(PickBest(again=True)):
+        assert [ran(kernel, Problem(n)) for n in (20, 20, 21)] == [128, 128, 128]  # 32 was timed again, too
+        assert len(searched) == 1
+
+
+def test_failed_search_lists_its_causes_and_lets_others_try(monkeypatch):
+    kernel = made()
+    monkeypatch.setattr(search_module, "search", lambda k, p, t, **o: [Trial(c, cause=f"no {c.block}") for c in k.fitting(p)])
+    with settings.set(PickBest), pytest.raises(search_module.NoConfig) as caught:
+        ran(kernel, Problem(20))
+    assert all(f"no {block}" in str(caught.value) for block in (16, 32, 64, 128))
+    key = key_of(kernel, Problem(20))
+    assert len(open_store().trials(key)) == 4
+    assert open_store().claim(key, "another", 60)
+    assert ran(kernel, Problem(20)) == 16
+
+
+def test_waits_for_whoever_is_tuning(searched):
+    kernel, key = made(), key_of(made(), Problem(20))
+    assert open_store().claim(key, "another", 60)
+    timer = threading.Timer(0.3, lambda: open_store().record(key, [Trial(dict(block=32, num_warps=4), (1.0,))]))
+    timer.start()
+    with settings.set(PickBest):
+        assert ran(kernel, Problem(20)) == 32
+    timer.join()
+    assert not searched
+
+
+def test_two_threads_do_not_search_at_once(searched, plain, monkeypatch):
+    """The second waits for the first, as another process would."""
+    kernel, slow, entered = made(), search_module.search, threading.Event()
+
+    def search(*args, **options):
+        entered.set()
+        threading.Event().wait(0.5)
+        return slow(*args, **options)
+
+    monkeypatch.setattr(search_module, "search", search)
+    found = []
+
+    def work() -> None:
+        with settings.set(PickBest):
+            found.append(ran(kernel, Problem(20)))
+
+    first, second = threading.Thread(target=work), threading.Thread(target=work)
+    first.start()
+    assert entered.wait(30)
+    second.start()
+    first.join()
+    second.join()
+    assert found == [128, 128]
+    assert len(searched) == 1
+
+
+def test_nothing_is_searched_during_capture(searched, monkeypatch):
+    monkeypatch.setattr(winners, "_capturing", lambda: True)
+    for policy in (PickBest, PickStored, PickFixed(Config(64))):
+        with settings.set(policy):
+            assert ran(made(), Problem(20)) == 16
+    assert not searched
+
+
+def test_policy_reaches_the_backward_pass(searched):
+    """Gradients are searched for where the forward call stood, wherever backward() is called."""
+    sizes = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)
+    args = [a.requires_grad_() for a in OPERATORS["sample_sum"].cases.make(**sizes, device=DEVICE.type)]
+    with settings.set(PickBest):
+        out = sonde.sample_sum(*args, impl="triton")
+    assert [name for name, *_ in searched] == ["grid.rows"]
+    out.sum().backward()
+    assert [name for name, *_ in searched] == ["grid.rows", "grid.form"]
+    assert type(searched[-1][2].policy) is PickBest
+    open_store().clear()
+    winners.forget()
+    out = sonde.sample_sum(*args, impl="triton")
+    with settings.set(PickBest):
+        out.sum().backward()
+    assert len(searched) == 2
+
+
+# --- the cost of it
+
+
+@pytest.mark.parametrize("policy", [PickAny, PickBest, PickFixed(Config(32))])
+def test_known_choice_costs_next_to_nothing(monkeypatch, policy):
+    """About two microseconds of the host; the bound leaves room for busy machines."""
+    monkeypatch.setattr(jit.Tunable, "bind", lambda self, problem, tensors: lambda *tensors: None)
+    kernel, problem = made(), Problem(20)
+    given = tensors(problem)
+    with settings.set(policy):
+        best = min(timeit.repeat(lambda: kernel(problem, *given), number=200, repeat=50)) / 200
+    assert best < 10e-6
+
+
+def test_sizes_that_always_change_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(jit.Tunable, "bind", lambda self, problem, tensors: lambda *tensors: None)
+    monkeypatch.setattr(sys.modules[jit.Tunable.__module__], "REMEMBERED", 10)
+    kernel = made()
+    for n in range(1, 100):
+        kernel(Problem(n), *tensors(Problem(1)))
+    assert len(kernel._bound) <= 10
+
+
+# --- the documentation
+
+
+def test_example_of_the_documentation(monkeypatch, tmp_path):
+    """It runs as it is printed, and a real search tries its candidates in other processes."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "jit.kernel(" in block]
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    mine = importlib.import_module("mine")
+    x = torch.randn(3000, device=DEVICE)
+    assert torch.equal(mine.twice(x), 2 * x)
+    with settings.set(PickBest, num_workers=1, max_configs=2):
+        assert torch.equal(mine.twice(x), 2 * x)
+    (winner,) = open_store().winners()
+    assert winner.key.kernel == "mine.double"
+    assert [r.trial.cause for r in open_store().trials()] == [None, None]
+    monkeypatch.delitem(sys.modules, "mine")
+
+
+def test_documentation_names_every_variable():
+    text = DOCS.read_text()
+    source = "".join(path.read_text() for path in Path(sonde.__file__).parent.rglob("*.py"))
+    found = set(re.findall(r'environ(?:\.get\(|\[)"(SONDE_[A-Z_]+)"', source)) - {"SONDE_COMMIT"}  # which is for benchmark records
+    assert found >= {"SONDE_POLICY", "SONDE_CACHE_DIR"}
+    assert all(f"| `{name}` |" in text for name in found)

@@ -1,0 +1,79 @@
+"""A small Triton kernel, whose configurations compile or do something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Problem(NamedTuple):
+    n: int
+    factor: int
+    note: str = ""
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int = 4
+    num_stages: int = 3
+    does: str = "compile"
+
+
+class Launch(NamedTuple):
+    grid: tuple[int, int, int]
+    sizes: tuple
+    constants: tuple
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def widen(x, ACC: tl.constexpr):
+    return x.to(ACC)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scale(x, bias, out, N, FACTOR: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = widen(tl.load(x + i, i < N), ACC) * FACTOR
+    if bias is not None:
+        y += tl.load(bias + i, i < N)
+    tl.store(out + i, y, i < N)
+
+
+class Scale:
+    name, module, attribute, function = "scale", "toy_triton", "SCALE", _scale
+    writes, adds = (2,), ()
+
+    def candidates(self, problem):
+        return [Config(64), Config(128), Config(64)]
+
+    def fits(self, problem, config):
+        return True
+
+    def launch(self, problem, config):
+        if config.does == "hang":
+            Path(problem.note).write_text(str(os.getpid()))
+            time.sleep(600)
+        if config.does == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        grid = (-(-problem.n // config.block), 1, 1)
+        return Launch(grid, (problem.n,), (problem.factor, tl.float32, config.block), config.num_warps, config.num_stages)
+
+    def run(self, problem, config, tensors):
+        grid, sizes, constants, num_warps, num_stages = self.launch(problem, config)
+        self.function[grid](*tensors, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+
+    def expected(self, problem, *tensors):
+        return {2: tensors[0].double() * problem.factor}
+
+    tolerance = 1e-6
+
+
+SCALE = Scale()
