@@ -64,6 +64,7 @@ _scaled = operator(
     "zz_scaled(Tensor x, Tensor? gain, int power) -> (Tensor, Tensor, Tensor)",
     package=package("zz_scaled", scaled_forward, scaled_backward),
     reference=scaled_reference,
+    check=scaled_fake,
     fake=scaled_fake,
     differentiable=("x", "gain"),
     saved=(1,),
@@ -81,6 +82,7 @@ _one = operator(
     "zz_one(Tensor x) -> Tensor",
     package=package("zz_one", lambda x: x**3, lambda grad, x, *, needs, deterministic: [3 * grad * x**2]),
     reference=lambda x: x**3,
+    check=torch.empty_like,
     fake=torch.empty_like,
     differentiable=("x",),
 )

@@ -265,3 +265,42 @@ def test_every_determinism_claim(operator, target):
         for kernel in plan.kernels:
             if kernel.determinism is not Determinism.NONE:
                 assert all(torch.equal(*bits[name]) for name in kernel.writes), kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("size", ["few", "many"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
+def test_what_ran_is_what_was_planned(operator, how, size, mode):
+    """The kernels that a profiler sees, by name and in order, are those of the plan; torch's own count apart."""
+    sizes = SIZES if size == "few" else {**operator.cases.BENCH["pixelsplat_infer"], "B": 1}
+    args = leaves(operator.make(**sizes, device="cuda"))
+    call, wanted = operator.call("triton"), [args[i] for i in floats(args)]
+
+    def both(function):
+        out = function(*args)
+        torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+    with deterministic(mode):
+        plan = sonde.explain(call, *args)
+        function = torch.compile(call, fullgraph=True) if how == "compiled" else call
+        for _ in range(3):
+            both(function)
+        run = lambda: both(function)
+        if how == "captured":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                both(function)
+            run = graph.replay
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+    seen = sorted(
+        (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
+    )
+    planned = [k.name for k in plan.kernels if not k.name.startswith("torch.")]
+    assert [e.name for e in seen if e.name in _OURS] == planned
+
+
+_OURS = {"_form", "_rows", "_transpose", "_keys", "_starts", "_bounds", "_sums", "_gather"}

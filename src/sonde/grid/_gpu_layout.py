@@ -1,15 +1,20 @@
-"""Images to channels-last and back: one tiled transpose, which also rounds."""
+"""Images to channels-last and back: one tiled transpose, which also rounds.
+
+Images are ``[B, C, H, W]`` here, whatever their strides. *Pixels* are images whose channels are next to each other.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import cdiv, launch
-
-BLOCK = 64
+from .. import jit
+from ..op.gpu import Launch, cdiv
 
 
 def pixel_stride(C: int, itemsize: int) -> int:
@@ -22,40 +27,57 @@ def pixel_stride(C: int, itemsize: int) -> int:
     return (lines if lines <= 1.13 * size else sectors) // itemsize
 
 
-def empty_pixels(B: int, H: int, W: int, C: int, dtype: torch.dtype, device: torch.device, *, padded: bool = True) -> Tensor:
-    """``[B, H, W, C]``, uninitialised; `padded` to the stride above."""
-    stride = pixel_stride(C, dtype.itemsize) if padded else C
-    return torch.empty_strided((B, H, W, C), (H * W * stride, W * stride, stride, 1), dtype=dtype, device=device)
+def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
+    """Pixels, padded to the stride above."""
+    B, C, H, W = shape
+    stride = pixel_stride(C, dtype.itemsize)
+    room = (torch.zeros if zero else torch.empty)(B * H * W * stride, dtype=dtype, device=device)
+    return room.as_strided(shape, (H * W * stride, 1, W * stride, stride))
 
 
-def channels_last(images: Tensor) -> Tensor:
-    """``[B, C, H, W]`` → ``[B, H, W, C]``, a view where the images are channels-last already."""
-    view = images.permute(0, 2, 3, 1)
-    if view.is_contiguous():
-        return view
+def to_pixels(images: Tensor) -> Tensor:
+    """A padded copy of planes."""
     B, C, H, W = images.shape
-    out = empty_pixels(B, H, W, C, images.dtype, images.device)
-    if images.is_contiguous():
-        _transpose_to(images, out, B, C, H * W, H * W, out.stride(2))
-    else:
-        out.copy_(view)
+    out = empty_pixels((B, C, H, W), images.dtype, images.device)
+    stride = pixel_stride(C, images.element_size())
+    transpose(Transpose(B, C, H * W, H * W, stride, images.dtype, images.dtype), images, out)
     return out
 
 
-def as_images(pixels: Tensor, like: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """``[B, H, W, C]`` → ``[B, C, H, W]`` in the dtype of `like`, laid out as asked."""
-    if memory_format == torch.channels_last:
-        return pixels.to(like.dtype).permute(0, 3, 1, 2)
-    B, H, W, C = pixels.shape
-    out = torch.empty(B, C, H, W, dtype=like.dtype, device=like.device)
-    _transpose_to(pixels, out, B, H * W, C, pixels.stride(2), H * W)
+def to_planes(pixels: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy of padded pixels in another dtype."""
+    B, C, H, W = pixels.shape
+    out = torch.empty(B, C, H, W, dtype=dtype, device=pixels.device)
+    stride = pixel_stride(C, pixels.element_size())
+    transpose(Transpose(B, H * W, C, stride, H * W, pixels.dtype, dtype), pixels, out)
     return out
 
 
-def _transpose_to(source: Tensor, out: Tensor, B: int, M: int, N: int, from_row: int, to_row: int) -> None:
-    grid = (B * cdiv(M, BLOCK) * cdiv(N, BLOCK), 1, 1)
-    aligned = (4 if (N | from_row) % 4 == 0 else 1, 4 if (M | to_row) % 4 == 0 else 1)
-    launch(_transpose, (source, out), grid, (M, N, from_row, to_row), (*aligned, BLOCK), 4)
+class Transpose(NamedTuple):
+    """``[B, M, N]`` → ``[B, N, M]``, rows `from_row` and `to_row` apart."""
+
+    B: int
+    M: int
+    N: int
+    from_row: int
+    to_row: int
+    source: torch.dtype
+    to: torch.dtype
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int
+
+
+def default_config(problem: Transpose) -> Config:
+    return Config(64, 4)
+
+
+def launch(p: Transpose, config: Config) -> Launch:
+    grid = (p.B * cdiv(p.M, config.block) * cdiv(p.N, config.block), 1, 1)
+    aligned = (4 if (p.N | p.from_row) % 4 == 0 else 1, 4 if (p.M | p.to_row) % 4 == 0 else 1)
+    return Launch(grid, (p.M, p.N, p.from_row, p.to_row), (*aligned, config.block), config.num_warps)
 
 
 @triton.jit(do_not_specialize=["M", "N", "FROM_ROW", "TO_ROW"])
@@ -80,3 +102,6 @@ def _transpose(
     inside = (m < M)[:, None] & (n < N)[None]
     x = tl.load(source + (b * M + m[:, None]) * FROM_ROW + n[None], mask=inside)
     tl.store(out + (b * N + n[:, None]) * TO_ROW + m[None], tl.trans(x).to(out.dtype.element_ty), mask=tl.trans(inside))
+
+
+transpose = jit.kernel(_transpose, "grid.transpose", default=default_config, launch=launch)

@@ -52,8 +52,19 @@ def edges(live, y0, x0, H, W):
 
 
 @triton.jit
+def channel(c, H, W, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
+    """Where channel `c` of a pixel lies, from its first; pixels are STRIDE apart, 1 meaning that each channel is a plane."""
+    if STRIDE == 1:
+        c = c.to(OFFSET) * H * W
+    return c
+
+
+@triton.jit
 def corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr, ACC: tl.constexpr):
-    """The four pixels of each sample's cell, zero where there is none; `pixel` counts to (y0, x0), pixels are STRIDE apart."""
+    """The four pixels of each sample's cell, zero where there is none; `pixel` counts to (y0, x0), pixels are STRIDE apart.
+
+    `c` is where the channel lies, as ``channel`` says.
+    """
     p = image + pixel * STRIDE + c
     v00 = tl.load(p, mask=k00 & in_c, other=0).to(ACC)
     v01 = tl.load(p + STRIDE, mask=k01 & in_c, other=0).to(ACC)

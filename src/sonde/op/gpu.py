@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -10,32 +10,53 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-_launchers: dict[tuple, tuple] = {}
+from ..jit import Launch, release
+
+release.attach()
+
+
+_compiled: dict[tuple, tuple] = {}
+
+
+def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[..., None]:
+    """Compile for tensors of this kind; what comes back takes such tensors and starts the kernel on them.
+
+    Of the arguments, only dtypes, alignment and constants choose the machine code, so they are the key. The first tensor is
+    there. A bound launch costs a third of what ``kernel[grid]`` does.
+    """
+    grid, sizes, constants, num_warps, num_stages = launch
+    if not (grid[0] and grid[1] and grid[2]):
+        return lambda *tensors: None
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    if not isinstance(kernel, triton.JITFunction):  # interpreted
+        return lambda *tensors: kernel[grid](*tensors, *sizes, *constants, **options)
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    key = (kernel, device, num_warps, num_stages, constants, max(sizes, default=0) >> 31, *kinds)
+    found = _compiled.get(key)
+    if found is None:
+        name = f"{kernel.__module__}.{kernel.__name__} {driver.active.get_current_target().arch} {[str(part) for part in key[2:]]}"
+        compiled = release.find(kernel, name)
+        if compiled is None:
+            compiled = kernel.warmup(*tensors, *sizes, *constants, grid=grid, **options)
+        release.note(name, compiled)
+        found = _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+    run, function, metadata = found
+    x, y, z = grid
+    rest = (*sizes, *constants)
+    stream = driver.active.get_current_stream
+
+    def start(*tensors: Tensor | None) -> None:
+        run(x, y, z, stream(device), function, metadata, None, None, None, *tensors, *rest)
+
+    return start
 
 
 def launch(
     kernel, tensors: Sequence[Tensor | None], grid: tuple[int, int, int], sizes: Sequence[int], constants: tuple, num_warps: int
 ) -> None:
-    """Run ``kernel[grid](*tensors, *sizes, *constants)``; its sizes are declared ``do_not_specialize``, its first tensor is there.
-
-    Of the arguments, only dtypes, alignment and constants choose the machine code, so they are the key. A launch of a kind
-    that was seen before costs a third of what ``kernel[grid]`` does.
-    """
-    if not (grid[0] and grid[1] and grid[2]):
-        return
-    device = tensors[0].get_device()  # type: ignore[union-attr]
-    kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    key = (id(kernel), device, num_warps, constants, max(sizes) >> 31, *kinds)
-    found = _launchers.get(key)
-    if found is None:
-        if not isinstance(kernel, triton.JITFunction):  # interpreted
-            kernel[grid](*tensors, *sizes, *constants, num_warps=num_warps)
-            return
-        compiled = kernel.warmup(*tensors, *sizes, *constants, grid=grid, num_warps=num_warps)
-        found = _launchers[key] = compiled.run, compiled.function, compiled.packed_metadata
-    run, function, metadata = found
-    stream = driver.active.get_current_stream(device)
-    run(*grid, stream, function, metadata, None, None, None, *tensors, *sizes, *constants)
+    """Bind and start."""
+    bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps))(*tensors)
 
 
 def accumulator(dtype: torch.dtype):

@@ -17,11 +17,13 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from ..jit import settings
 from . import plan
 
 NAMESPACE = "sonde"
 KERNELS = {"triton": "gpu", "numba": "cpu"}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list}
+_REMEMBERED = 4096  # accepted kinds of arguments; sizes that change with every call must not fill the memory
 
 
 def operator(
@@ -29,6 +31,7 @@ def operator(
     *,
     package: str | None,
     reference: Callable,
+    check: Callable,
     fake: Callable,
     differentiable: Sequence[str],
     channels_last: Sequence[str] = (),
@@ -46,7 +49,8 @@ def operator(
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
         reference: The definition, in plain PyTorch, with the same arguments and results.
-        fake: Checks shapes and returns empty results.
+        check: Raises for bad arguments, in words for the user; what it says depends on kinds of tensors and on other values only.
+        fake: Checks its arguments too and returns empty results.
         differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
         channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
         saved: Positions of the results that the backward pass wants to see.
@@ -56,7 +60,10 @@ def operator(
     """
     signature, result = schema.split(" -> ")
     name, inputs = signature.rstrip(")").split("(", 1)
-    names = [declaration.split()[-1] for declaration in inputs.split(", ")]
+    declared = [declaration.split() for declaration in inputs.split(", ")]
+    names = [name for _, name in declared]
+    tensors = [i for i, (kind, _) in enumerate(declared) if kind.startswith("Tensor")]
+    values = [i for i in range(len(names)) if i not in tensors]
     count = len(names)
     wanted = [names.index(n) for n in differentiable]
     keep_format = {names.index(n) for n in channels_last}
@@ -94,6 +101,17 @@ def operator(
     forward_op = _define(name, f"({inputs}, {tail}) -> {result}", forward, lambda *args: fake(*args[:-2]))
     backward_op = _define(f"{name}_backward", f"({given}, bool[] needs, {tail}) -> ({returned})", backward, fake_backward)
 
+    def _merge(found: Sequence, others: Sequence) -> list:
+        """Arguments in order, from the tensors and the other values among them; then what else was saved."""
+        if not others:
+            return list(found)
+        args: list = [None] * count
+        for i, x in zip(tensors, found):
+            args[i] = x
+        for i, x in zip(values, others):
+            args[i] = x
+        return args + list(found[len(tensors) :])
+
     def vjp(grads, args, needs):
         """The gradients that are needed, by the definition itself."""
         chosen = [i for i, need in zip(wanted, needs) if need]
@@ -112,20 +130,35 @@ def operator(
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.impl, ctx.deterministic, *args = inputs
+            ctx.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
+            ctx.values = [args[i] for i in values]
             out = _tuple(output)
-            ctx.mark_non_differentiable(*[out[i] for i in no_grad])
-            _save(ctx, [*args, *(out[i] for i in saved)])
+            if no_grad:
+                ctx.mark_non_differentiable(*[out[i] for i in no_grad])
+            ctx.save_for_backward(*[args[i] for i in tensors], *[out[i] for i in saved])
 
         @staticmethod
         def backward(ctx, *grads):
-            args = _saved(ctx)
-            needs = [ctx.needs_input_grad[2 + i] and args[i] is not None for i in wanted]
-            first = Backward.apply if torch.is_grad_enabled() else Backward.forward  # someone may differentiate again
-            found = first(needs, ctx.impl, ctx.deterministic, *[grads[i] for i in graded], *args)
-            out: list = [None] * count
-            for i, need, grad in zip(wanted, needs, found):
-                out[i] = grad if need else None
-            return None, None, *out
+            if no_grad:
+                grads = tuple([grads[i] for i in graded])
+            args = (*grads, *_merge(ctx.saved_tensors, ctx.values))
+            asked = ctx.needs_input_grad
+            needs = [asked[2 + i] for i in wanted]
+            twice = torch.is_grad_enabled()  # someone may differentiate again
+            out: list = [None] * (2 + count)
+            with _nothing if ctx.settings is settings.current() else settings.use(ctx.settings):
+                if not twice and _unwatched(args):
+                    with _device_of(grads[0]):
+                        found = iter(kernels(ctx.impl).backward(*args, needs=needs, deterministic=ctx.deterministic))
+                        for i, need in zip(wanted, needs):
+                            if need:
+                                out[2 + i] = next(found)
+                else:
+                    found = (Backward.apply if twice else Backward.forward)(needs, ctx.impl, ctx.deterministic, *args)
+                    for i, need, grad in zip(wanted, needs, found):
+                        if need:
+                            out[2 + i] = grad
+            return tuple(out)
 
         @staticmethod
         def vmap(info, in_dims, impl, deterministic, *args):
@@ -141,11 +174,12 @@ def operator(
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.needs, _, _, *args = inputs
-            _save(ctx, args[: g + count])
+            ctx.values = [args[g + i] for i in values]
+            ctx.save_for_backward(*args[:g], *[args[g + i] for i in tensors])
 
         @staticmethod
         def backward(ctx, *cotangents):
-            given = _saved(ctx)  # grads and arguments; what the forward pass saved is a function of these
+            given = [*ctx.saved_tensors[:g], *_merge(ctx.saved_tensors[g:], ctx.values)]  # what was saved is a function of these
             inner = [i for i, need in enumerate(ctx.needs_input_grad[3 : 3 + len(given)]) if need]
 
             def first(*xs):
@@ -160,19 +194,33 @@ def operator(
         def vmap(info, in_dims, needs, impl, deterministic, *args):
             return _fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs))
 
-    Forward.__name__, Backward.__name__ = name, f"{name}_backward"
+    class Eager(torch.autograd.Function):
+        """Forward, where torch.func is not at work: its conventions cost as much as a launch."""
+
+        @staticmethod
+        def forward(ctx, impl, deterministic, *args):
+            output = _run(forward_op, forward, (*args, impl, deterministic))
+            Forward.setup_context(ctx, (impl, deterministic, *args), output)
+            return output
+
+        backward = Forward.backward
+
+    Forward.__name__, Backward.__name__, Eager.__name__ = name, f"{name}_backward", name
     # without binding a signature, which costs as much as a launch
     apply = super(torch.autograd.Function, Forward).apply
+    apply_eager = super(torch.autograd.Function, Eager).apply
     apply_backward = super(torch.autograd.Function, Backward).apply
 
     def autograd(*arguments):
         *args, impl, deterministic = arguments
         if torch.is_grad_enabled():
-            for a in args:
-                if isinstance(a, Tensor) and a.requires_grad:
-                    with _one_level():
+            for i in wanted:
+                if args[i] is not None and args[i].requires_grad:
+                    if not torch._C._are_functorch_transforms_active():
+                        return apply_eager(impl, deterministic, *args)
+                    with enable_single_level_autograd_function():  # torch.func has one of its levels in hand and wants it recorded
                         return apply(impl, deterministic, *args)
-        return _run(forward_op, forward, (*args, impl, deterministic))
+        return _run(forward_op, forward, arguments)
 
     def dispatched(*arguments):
         if _any_dual(arguments):  # kernels have no forward-mode derivative
@@ -193,16 +241,38 @@ def operator(
     for op in (forward_op, backward_op):
         torch.library.register_vmap(op, lambda info, in_dims, *args, op=op: _fold(info, in_dims, args, op))
 
+    accepted: set[tuple] = set()
+
+    def accept(args: tuple) -> None:
+        """Check, unless arguments of this very kind were accepted before."""
+        kind = tuple([(a.shape, a.dtype, a.device, a.layout) if isinstance(a, Tensor) else (type(a), a) for a in args])
+        try:
+            if kind in accepted:
+                return
+        except TypeError:  # sizes that are symbols, values that are lists
+            check(*args)
+            return
+        check(*args)
+        if len(accepted) >= _REMEMBERED:
+            accepted.clear()
+        accepted.add(kind)
+
     def call(*args, impl: str):
+        if torch.compiler.is_compiling():
+            check(*args)
+            impl = plan.choose(name, impl, args[0])
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            if impl == "reference" or forward_ad._current_level >= 0:
+                return reference(*args)
+            return forward_op(*args, impl, deterministic)
+        accept(args)
         impl = plan.choose(name, impl, args[0])
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if not torch.compiler.is_compiling() and plan.recording():
+        deterministic = torch._C._get_deterministic_algorithms()
+        if plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
         if impl == "reference" or forward_ad._current_level >= 0:
             return reference(*args)
-        if torch.compiler.is_compiling():
-            return forward_op(*args, impl, deterministic)
         if torch._C._are_functorch_transforms_active():
             return Forward.apply(impl, deterministic, *args)
         return autograd(*args, impl, deterministic)  # the dispatcher's detour through Autograd is skipped
@@ -229,22 +299,30 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> torch._op
 
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
     """Call what `op` would dispatch to below autograd: directly where nobody is watching, which saves as much as a launch costs."""
-    if (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
-        and all(type(a) in _PLAIN for a in args)
-    ):
+    if _unwatched(args):
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
+def _unwatched(args: Sequence[Any]) -> bool:
+    """Whether nobody could tell a call of an operator from a call of its function: no mode, transform, profiler or subclass."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+        and _PLAIN.issuperset(map(type, args))
+    )
+
+
+_nothing = nullcontext()
+
+
 def _device_of(tensor: Tensor):
     """Launch on the tensors' device, whichever is current."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    if tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(tensor.device)
-    return nullcontext()
+    return _nothing
 
 
 def _any_dual(args: Sequence[Any]) -> bool:
@@ -254,7 +332,7 @@ def _any_dual(args: Sequence[Any]) -> bool:
 
 def _one_level():
     """Where torch.func calls us through the dispatcher, it has one of its levels in hand and wants that one recorded."""
-    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
+    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else _nothing
 
 
 def _tuple(out) -> tuple:
@@ -266,16 +344,6 @@ def _replace(values: Sequence, where: Sequence[int], by: Sequence) -> list:
     for i, x in zip(where, by):
         values[i] = x
     return values
-
-
-def _save(ctx, args: Sequence[Any]) -> None:
-    ctx.save_for_backward(*[a for a in args if isinstance(a, Tensor)])
-    ctx.plain = [(not isinstance(a, Tensor), None if isinstance(a, Tensor) else a) for a in args]
-
-
-def _saved(ctx) -> list:
-    tensors = iter(ctx.saved_tensors)
-    return [value if is_plain else next(tensors) for is_plain, value in ctx.plain]
 
 
 def _fold(info, in_dims, args, function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -64,6 +64,10 @@ class Kernel:
     determinism: Determinism
     workspace: int = 0  # bytes beyond inputs and results
     phase: Literal["forward", "backward"] = "forward"
+    config: str = ""  # the configuration that runs, where there are several
+    origin: str = ""  # and where it comes from: tuned, shipped, default or fixed
+    candidates: int = 1  # that a search would try
+    key: Any = field(default=None, compare=False)  # under which the store keeps its winner, if there is a choice; names the device
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,17 @@ class Plan:
         return max((k.workspace for k in self.kernels), default=0)
 
     def __str__(self) -> str:
-        head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace")
+        head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace", "configuration", "from")
         rows = [
             (
                 k.phase,
                 k.name,
-                ", ".join(k.writes),
+                ", ".join(k.writes) or "(layout)",
                 str(k.accumulator).removeprefix("torch."),
                 k.determinism.value,
                 f"{k.workspace:,} B",
+                k.config,
+                k.origin,
             )
             for k in self.kernels
         ]

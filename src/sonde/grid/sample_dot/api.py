@@ -35,6 +35,7 @@ _sample_dot = operator(
     "sample_dot(Tensor images, Tensor samples, Tensor queries, Tensor? depths, int num_octaves) -> Tensor",
     package=__package__,
     reference=reference.sample_dot,
+    check=_shapes,
     fake=_fake,
     differentiable=("images", "samples", "queries", "depths"),
     channels_last=("images",),
@@ -78,5 +79,4 @@ def sample_dot(
         >>> sonde.sample_dot(images, samples, torch.full((1, 1, 1, 1), 5.0), torch.full((1, 1, 1), 0.25), num_octaves=1)
         tensor([[[[7.]]]])
     """
-    _shapes(images, samples, queries, depths, num_octaves)
     return _sample_dot(images, samples, queries, depths, num_octaves, impl=impl)

@@ -23,6 +23,7 @@ _sample_sum = operator(
     "sample_sum(Tensor images, Tensor samples, Tensor weights) -> Tensor",
     package=__package__,
     reference=reference.sample_sum,
+    check=_shapes,
     fake=_fake,
     differentiable=("images", "samples", "weights"),
     channels_last=("images",),
@@ -59,5 +60,4 @@ def sample_sum(images: Tensor, samples: Tensor, weights: Tensor, *, impl: Impl =
         >>> sonde.sample_sum(images, samples, torch.ones(1, 1, 1, 2))
         tensor([[[[1.5000]]]])
     """
-    _shapes(images, samples, weights)
     return _sample_sum(images, samples, weights, impl=impl)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
+import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
 from .. import _gpu_form as form
-from .._reference import accumulator
+
+NAMES = dict(images="images", samples="samples", coef="weights")  # of the form's letters, in the order of the gradients
 
 
 def forward(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
-    B, h, Q, _ = weights.shape
-    out = images.new_empty(B, h, Q, images.shape[1])
-    form.derivatives(form.operands(images, samples, accumulator(images, samples, weights), coef=weights), {"rows": out})
-    return out
+    return form.derivatives(("rows",), images, samples, weights, dtype=images.dtype)[0]
 
 
 def backward(grad: Tensor, images: Tensor, samples: Tensor, weights: Tensor, *, needs: list[bool], deterministic: bool):
-    wide = accumulator(images, samples, weights)
-    inputs = {"images": images, "samples": samples, "coef": weights}
-    return form.gradients(inputs, needs, deterministic, images=images, samples=samples, wide=wide, coef=weights, rows=grad)
+    wants = tuple(compress(NAMES, needs))
+    return form.derivatives(wants, images, samples, weights, grad, deterministic=deterministic)
 
 
 def plan(images: Tensor, samples: Tensor, weights: Tensor, *, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    names = {"images": "images", "samples": "samples", "coef": "weights"}
-    needed = {k: v for (k, v), need in zip(names.items(), needs) if need}
-    operands = (images, samples, weights)
-    return form.plan("forward", {"rows": "out"}, False, *operands) + form.plan("backward", needed, deterministic, *operands)
+    kernels = form.plan("forward", {"rows": "out"}, (images, samples, weights, None, None), 0, images.dtype)
+    if any(needs):
+        grad = torch.empty(*weights.shape[:3], images.shape[1], dtype=images.dtype, device="meta")
+        wanted = dict(compress(NAMES.items(), needs))
+        kernels += form.plan("backward", wanted, (images, samples, weights, grad, None), 0, deterministic=deterministic)
+    return kernels

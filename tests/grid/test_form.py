@@ -1,0 +1,69 @@
+"""The form's kernels against their own references, in every configuration that a search may try."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import sonde
+from helpers import Operator, cotangents, deterministic, floats, leaves
+from sonde.jit import bench
+from sonde.jit.kernel import Tunable
+
+OPERATORS = ["grid.sample_sum", "grid.sample_dot"]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("path", OPERATORS)
+def test_candidates_agree_with_the_reference(path, layout, triton_target, monkeypatch):
+    """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
+    operator = Operator.find(path)
+    monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
+    met = {}
+    bind = Tunable.bind
+
+    def noted(self, problem, tensors):
+        if self.tunable(problem):
+            met.setdefault((self.name, problem), (self, [t if t is None else t.clone() for t in tensors]))
+        return bind(self, problem, tensors)
+
+    monkeypatch.setattr(Tunable, "bind", noted)
+    args = list(operator.make("odd_sizes", device=triton_target.device))
+    args[0] = args[0].contiguous(memory_format=layout)
+    with sonde.jit.settings.set(sonde.jit.PickAny), deterministic():
+        sonde.jit.winners.forget()  # so that this call binds
+        out = operator.call("triton")(*leaves(args))
+    args = leaves(args)
+    out = operator.call("triton")(*args)
+    torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
+    assert {name for name, _ in met} == {"grid.form", "grid.rows"}
+    for (name, problem), (kernel, tensors) in met.items():
+        configs = kernel.fitting(problem)
+        assert configs[0] == kernel.default(problem)
+        assert len(configs) > 10
+        trials = bench.Bench(kernel, problem, tensors)
+        for config in (*configs[:3], configs[-1]):
+            _, cause, error, _ = trials.trial(config, None)
+            assert cause is None, f"{name} {config}: {cause}"
+            assert error < 1e-6
+
+
+def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
+    """The references of the form can tell: a kernel that forgets a tile of channels does not pass."""
+    from sonde.grid import _gpu_form_kernels as kernels
+
+    monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
+    images, samples, weights = Operator.find("grid.sample_sum").make("wide", device=triton_target.device)
+    B, C, H, W = images.shape
+    problem = kernels.Problem(B, H, W, *samples.shape[1:3], C, 1, 0, weights.shape[1], 0, torch.float32, False, True)
+    out = torch.empty(*weights.shape[:3], C, device=images.device)
+    trials = bench.Bench(kernels.rows, problem, [images, samples, weights, out])
+    assert trials.trial(kernels.rows_config(problem), None)[1] is None
+    real = kernels.rows.launch
+    short = lambda p, c: (launch := real(p, c))._replace(grid=(launch.grid[0], launch.grid[1] - 1, 1))  # noqa: E731
+    object.__setattr__(kernels.rows, "launch", short)
+    try:
+        cause = trials.trial(kernels.rows_config(problem)._replace(tiles=1), None)[1]
+    finally:
+        object.__setattr__(kernels.rows, "launch", real)
+    assert cause.startswith("disagrees with the reference")
