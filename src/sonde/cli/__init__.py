@@ -12,7 +12,7 @@ from importlib import import_module
 from .console import UsageError, did_you_mean
 
 # each is a module here with ``arguments(parser)``, ``run(options) -> exit code`` and a docstring whose first line is the help
-COMMANDS = ("doctor", "demo", "bench")
+COMMANDS = ("doctor", "demo", "bench", "explain", "tune", "build", "cache")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -120,3 +120,23 @@ def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
             begun = True
 
         yield begin
+
+
+@contextmanager
+def meter(total: int, show: bool = True) -> Iterator[Callable[[int, str], None]]:
+    """A bar of `total` steps with the time that is left; the function it gives says how many are done, and what is going on."""
+    if not (show and interactive()):
+        yield lambda done, text: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, TextColumn("{task.description}", markup=False), transient=True, speed_estimate_period=600) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done, text: bar.update(task, completed=done, description=text)

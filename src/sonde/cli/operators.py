@@ -21,8 +21,12 @@ class Operator:
     queries: Mapping[str, int] = field(hash=False)
     result: int
 
+    @property
+    def package(self) -> str:
+        return f"{__package__.rpartition('.')[0]}.{self.family}.{self.name}"
+
     def module(self, file: str = "") -> ModuleType:
-        return import_module(f"..{self.family}.{self.name}{file}", __package__)
+        return import_module(self.package + file)
 
     @property
     def function(self) -> Callable:

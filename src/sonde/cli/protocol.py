@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..op.plan import choose
 from . import timing
@@ -40,6 +41,13 @@ class Job:
         args = self.operator.cases.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device))
         form = torch.channels_last if self.layout == "channels_last" else torch.contiguous_format
         return [a.contiguous(memory_format=form) if n == "images" else a for n, a in zip(self.operator.arguments, args)]
+
+    def outlines(self, grad: bool) -> list:
+        """The same without their values, for a plan: they take no memory, and their device need not be there."""
+        with FakeTensorMode():
+            args = replace(self, device=torch.device("cpu")).inputs()  # generators of other devices need the device
+            new = partial(torch.empty_strided, device=self.device, requires_grad=grad)
+            return [new(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
 
 
 def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: bool = True) -> dict:

@@ -1,0 +1,98 @@
+"""Compile kernels ahead of time, for GPUs that need not be here.
+
+What operators launch for their real cases, in default and shipped configurations, is compiled into a folder. A process that
+finds that folder in SONDE_RELEASE compiles nothing when it meets one of these cases for the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..jit import settings
+from . import console
+from .console import UsageError
+from .operators import OPERATORS
+
+DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS = ("contiguous", "channels_last")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("operator", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
+    parser.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90,sm_100")
+    parser.add_argument("-o", "--out", metavar="DIR", default="sonde-release", help="folder (default: %(default)s)")
+    parser.add_argument("--case", default="", help="names of cases between commas (default: all)")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="default: %(default)s")
+    parser.add_argument("--layout", default=",".join(LAYOUTS), help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=None, help="processes that compile (default: SONDE_WORKERS, or the cores)")
+    parser.add_argument("--json", metavar="FILE", help="write what was built as JSON; - for stdout")
+
+
+def run(options: argparse.Namespace) -> int:
+    if find_spec("triton") is None:
+        raise UsageError("build needs triton, which is not installed")
+    from ..jit import release
+
+    if options.workers is not None and options.workers < 1:
+        raise UsageError(f"--workers {options.workers}: must be at least 1")
+    console.writable("--json", options.json)
+    tasks = plan(options)
+    folder = Path(options.out)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder}: must be a folder")
+    built = []
+    with console.progress(len(tasks)) as advance:
+        for done in release.build(tasks, folder, options.workers or settings.current().num_workers):
+            built.append(done)
+            advance(f"{done.task.package.rsplit('.', 1)[1]} {done.task.case} {done.task.dtype} {done.task.arch}")
+    rows = [
+        (name, arch, str(sum(len(b.entries) for b in group)), str(sum(b.cause is not None for b in group)))
+        for name, arch, group in _groups(built)
+    ]
+    console.table(("operator", "architecture", "kernels", "failures"), rows, f"{folder}", left=2)
+    for b in built:
+        if b.cause is not None:
+            print(f"{' '.join(b.task)}: {b.cause}")
+    if options.json:
+        console.dump(
+            [dict(b.task._asdict(), kernels=len(b.entries), seconds=b.seconds, cause=b.cause) for b in built], options.json
+        )
+    return 1 if any(b.cause is not None for b in built) else 0
+
+
+def plan(options: argparse.Namespace) -> list:
+    """One task per operator, case, dtype, layout, architecture and set of configurations."""
+    from ..jit import winners
+    from ..jit.release import Task
+
+    archs = [arch for arch in options.arch.split(",") if arch]
+    for arch in archs:
+        if not re.fullmatch(r"sm_\d{2,3}", arch):
+            raise UsageError(f"--arch {arch}: must be an architecture of NVIDIA, such as sm_90")
+    if not archs:
+        raise UsageError("--arch: name at least one, such as sm_90")
+    dtypes = console.pick("dtype", [options.dtype], (*DTYPES, "float64"))
+    layouts = console.pick("layout", [options.layout], LAYOUTS)
+    names = console.pick("operator", options.operator, OPERATORS) or list(OPERATORS)
+    known = {case for name in names for case in OPERATORS[name].cases.BENCH}
+    cases = console.pick("case", [options.case], sorted(known)) or sorted(known)
+    shipped = [json.loads(file.read_text(encoding="utf-8"))["device"] for file in sorted(winners.SHIPPED.glob("*.json"))]
+    return [
+        Task(OPERATORS[name].package, case, dtype, layout, arch, device)
+        for arch in archs
+        for name in names
+        for case in cases
+        if case in OPERATORS[name].cases.BENCH
+        for dtype in dtypes
+        for layout in layouts
+        for device in ("", *(d for d in shipped if d.endswith(f" {arch}")))
+    ]
+
+
+def _groups(built: list) -> list[tuple[str, str, list]]:
+    keys = sorted({(b.task.package.rsplit(".", 1)[1], b.task.arch) for b in built})
+    return [(n, a, [b for b in built if (b.task.package.rsplit(".", 1)[1], b.task.arch) == (n, a)]) for n, a in keys]

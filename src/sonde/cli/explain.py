@@ -1,0 +1,153 @@
+"""Say what a call would launch: kernels, configurations and where they come from, determinism, workspace. Launches nothing.
+
+The plan is made by the same code that a call asks, from tensors without memory, so that it can be had on any machine: without a
+GPU, --device cuda shows what runs on one for which nothing was tuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+from .bench import DTYPES, LAYOUTS
+from .console import UsageError, did_you_mean, dump, table, writable
+
+if TYPE_CHECKING:
+    from ..op.plan import Plan
+    from .protocol import Job
+
+DEVICES = ("auto", "cpu", "cuda", "meta")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    from ..op.plan import Impl
+
+    parser.add_argument("operator", metavar="OPERATOR", help="which operator")
+    parser.add_argument("--case", metavar="NAME", help="which workload (default: the first)")
+    parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)} (default: float32)")
+    parser.add_argument("--layout", default="contiguous", help=f"{', '.join(LAYOUTS)} (default: contiguous)")
+    parser.add_argument("--device", default="auto", help=f"{', '.join(DEVICES)} (default: auto, which is cuda where there is one)")
+    parser.add_argument("--impl", default="auto", help=f"{', '.join(get_args(Impl))} (default: auto)")
+    parser.add_argument("--no-backward", action="store_true", help="without gradients")
+    parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms(True)")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the plan to FILE; print it without one")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..jit import Unsupported
+
+    writable("--json", options.json)
+    job = _job(options)
+    try:
+        plan = planned(job, not options.no_backward, options.deterministic)
+    except Unsupported as problem:  # as PickStored is where nothing is stored
+        print(f"sonde: {problem}", file=sys.stderr)
+        return 1
+    if options.json:
+        dump(_record(job, plan, options.deterministic), options.json)
+    else:
+        _show(job, plan)
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    import torch
+
+    from ..op.plan import Impl, refusal
+    from .operators import OPERATORS
+    from .protocol import Job
+
+    def one(what: str, given: str, valid: Any) -> str:
+        if given not in valid:
+            raise UsageError(did_you_mean(what, given, valid))
+        return given
+
+    operator = OPERATORS[one("operator", options.operator, OPERATORS)]
+    known = {**operator.cases.BENCH, **operator.cases.SMALL}
+    case = one("case", options.case or next(iter(known)), known)
+    kind = one("device", options.device, DEVICES)
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    impl = one("implementation", options.impl, get_args(Impl))
+    reason = None if impl == "auto" else refusal(impl, kind)
+    if reason:
+        raise UsageError(f"--impl {impl} {reason}")
+    dtype, layout = one("dtype", options.dtype, DTYPES), one("layout", options.layout, LAYOUTS)
+    return Job(operator, case, known[case], torch.device(kind), impl, dtype, layout)
+
+
+def planned(job: Job, backward: bool, deterministic: bool) -> Plan:
+    """The plan of a job, with all gradients or none."""
+    from ..op.plan import explain
+
+    with deterministic_algorithms(deterministic):
+        return explain(partial(job.operator.function, impl=job.impl), *job.outlines(backward))
+
+
+@contextmanager
+def deterministic_algorithms(mode: bool):
+    import torch
+
+    before, only_warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(mode)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
+def short(config: str) -> str:
+    """``Config(block=64, num_warps=4)`` without what all of them have in common."""
+    return config.partition("(")[2].removesuffix(")").replace(",", "") if "(" in config else config
+
+
+def _show(job: Job, plan: Plan) -> None:
+    rows = [
+        [
+            k.phase,
+            k.name,
+            ", ".join(k.writes) or "(layout)",
+            short(k.config),
+            k.origin,
+            str(k.accumulator).removeprefix("torch."),
+            k.determinism.value,
+            f"{k.workspace:,}",
+        ]
+        for k in plan.kernels
+    ]
+    head = ["phase", "kernel", "writes", "configuration", "from", "accumulates in", "deterministic", "workspace B"]
+    title = f"{job.operator.name} {job.case}, {job.dtype}, {job.layout}: {plan.impl} on {job.device}"
+    table(head, rows, title, left=len(head) - 1)
+    print(f"Deterministic: {plan.determinism.value}. Workspace: {plan.workspace / 2**20:,.1f} MiB.")
+
+
+def _record(job: Job, plan: Plan, deterministic: bool) -> dict[str, Any]:
+    return dict(
+        operator=job.operator.name,
+        case=job.case,
+        sizes=dict(job.sizes),
+        dtype=job.dtype,
+        layout=job.layout,
+        device=str(job.device),
+        impl=plan.impl,
+        deterministic=deterministic,
+        determinism=plan.determinism.value,
+        workspace=plan.workspace,
+        kernels=[
+            dict(
+                phase=k.phase,
+                kernel=k.name,
+                writes=list(k.writes),
+                config=k.config or None,
+                origin=k.origin or None,
+                candidates=k.candidates,
+                accumulator=str(k.accumulator).removeprefix("torch."),
+                determinism=k.determinism.value,
+                workspace=k.workspace,
+            )
+            for k in plan.kernels
+        ],
+    )
