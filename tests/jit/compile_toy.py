@@ -16,6 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from sonde.jit import workers
 from sonde.jit.workers import CompileOnly, precompile
 
 
@@ -52,6 +53,15 @@ def main(backend: str, arch: str, cache: str) -> None:
         SCALE.module = None
         report["here"] = [cause for _, _, cause in precompile(SCALE, problem, [Config(64), Config(48)], tensors, 2, 60)]
         SCALE.module = "toy_triton"
+        with workers.keep():
+            used = []
+            for factor in (5, 7):
+                list(precompile(SCALE, problem._replace(factor=factor), good[:1], tensors, 2, 60))
+                used.append([worker._process.pid for worker in workers._kept])
+        report["kept"] = used
+        report["kept on"] = [
+            pid for pid in used[0] if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text()
+        ]
         note.unlink()
         hanging = precompile(SCALE, problem, [Config(64), Config(16, does="hang")], tensors, 1, 600)
         with closing(hanging):

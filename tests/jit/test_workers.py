@@ -56,6 +56,9 @@ def test_compiles_into_the_cache_that_a_launch_reads(tmp_path):
     assert report["kernels"] == 3
     assert report["other alignment hits"] == [False]  # so that hits mean something
 
+    assert report["kept"][0] == report["kept"][1] != []  # the same processes serve the next search
+    assert report["kept on"] == []  # and go with the block
+
     assert report["here"][0] is None
     assert report["here"][1].startswith("CompilationError: ")
     assert report["interrupted"]

@@ -219,7 +219,7 @@ def _stored(found: Sequence[Planned], options: argparse.Namespace) -> int:
 
 
 def _tune(found: Sequence[Planned], policy: Policy, limits: dict[str, Any], options: argparse.Namespace) -> int:
-    from ..jit import settings
+    from ..jit import settings, workers
     from ..jit.policies import PickBest
 
     choices = _choices(found)
@@ -231,6 +231,7 @@ def _tune(found: Sequence[Planned], policy: Policy, limits: dict[str, Any], opti
     interrupted = False
     try:
         with (
+            workers.keep(),
             settings.set(policy, **limits),
             _remembered_interrupts() as check,
             meter(total, options.json != "-") as say,

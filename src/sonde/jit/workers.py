@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from queue import SimpleQueue
@@ -41,10 +42,12 @@ def precompile(
 
     target = driver.active.get_current_target()
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16, t.untyped_storage().nbytes()) for t in tensors]
-    about = kernel.module, kernel.attribute, problem, (target.backend, target.arch, target.warp_size), kinds
-    workers = [Worker(_start_compiler, about, _environment(kernel)) for _ in range(max(1, min(num_workers, len(configs))))]
+    about = kernel.module, kernel.attribute, problem, kinds
+    role = _start_compiler, ((target.backend, target.arch, target.warp_size),), _environment(kernel)
+    workers = [_kept.pop() if _kept else Worker(*role) for _ in range(max(1, min(num_workers, len(configs))))]
     tasks, results = deque(configs), SimpleQueue[Any]()
-    threads = [threading.Thread(target=_feed, args=(w, tasks, results, limit_s), daemon=True) for w in workers]
+    threads = [threading.Thread(target=_feed, args=(w, about, tasks, results, limit_s), daemon=True) for w in workers]
+    finished = False
     try:
         for thread in threads:
             thread.start()
@@ -53,16 +56,42 @@ def precompile(
             if isinstance(found, BaseException):
                 raise found
             yield found
+        finished = True
     finally:
         tasks.clear()
-        for worker in workers:
+        keep = finished and _kept is not None
+        for worker in workers if not keep else ():
             worker.kill()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+        for worker in workers:
+            if keep and _kept is not None:
+                _kept.append(worker)
+            else:
+                worker.close()
 
 
-def _feed(worker: Worker, tasks: deque, results: SimpleQueue, limit_s: float) -> None:
+_kept: list[Worker] | None = None
+
+
+@contextmanager
+def keep() -> Iterator[None]:
+    """Processes that compile stay for the next search, as long as this lasts: each takes seconds to start."""
+    global _kept
+    if _kept is not None:
+        yield
+        return
+    _kept = []
+    try:
+        yield
+    finally:
+        kept, _kept = _kept, None
+        for worker in kept:
+            worker.close()
+
+
+def _feed(worker: Worker, about: tuple, tasks: deque, results: SimpleQueue, limit_s: float) -> None:
     try:
         while tasks:
             try:
@@ -71,25 +100,29 @@ def _feed(worker: Worker, tasks: deque, results: SimpleQueue, limit_s: float) ->
                 return
             start = time.monotonic()
             try:
-                seconds, cause = worker.ask((config,), limit_s, "compilation", "compiler")
+                seconds, cause = worker.ask((*about, config), limit_s, "compilation", "compiler")
             except Lost as lost:
                 seconds, cause = time.monotonic() - start, str(lost)
             results.put((config, seconds, cause))
     except BaseException as error:
         results.put(error)
-    finally:
-        worker.close()
 
 
-def _start_compiler(module: str, attribute: str, problem: Any, target: tuple, kinds: Iterable[tuple | None]) -> Callable:
+def _start_compiler(target: tuple) -> Callable:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     os.nice(5)  # behind the process that times
     driver.set_active(CompileOnly(GPUTarget(*target)))
-    kernel = getattr(import_module(module), attribute)
-    tensors = [kind and Pointer(*kind) for kind in kinds]
-    return lambda config: _compile(kernel, problem, config, tensors)
+
+    def compile(module: str, attribute: str, problem: Any, kinds: Iterable[tuple | None], config: Any) -> tuple[float, str | None]:
+        try:
+            kernel = getattr(import_module(module), attribute)
+        except Exception as error:
+            return 0.0, describe(error)
+        return _compile(kernel, problem, config, [kind and Pointer(*kind) for kind in kinds])
+
+    return compile
 
 
 def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple[float, str | None]:
