@@ -1,0 +1,83 @@
+"""``sonde build``: what is asked for is what is built, and misspelt requests hear of it before anything starts."""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sonde.cli import main
+from sonde.jit import release, winners
+from sonde.jit.release import Built, Entry
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """Tasks that reach the builder, which builds nothing here."""
+    tasks = []
+
+    def build(given, folder, num_workers):
+        tasks.extend(given)
+        for task in given:
+            failed = "ptxas: too many registers" if task.dtype == "float16" else None
+            yield Built(task, {"kernel": Entry("folder", "hash", {}, {})}, 1.0, failed)
+
+    monkeypatch.setattr(release, "build", build)
+    return tasks
+
+
+def test_every_case_for_every_architecture(asked, tmp_path, capsys):
+    """Operators × cases × dtypes × layouts × architectures, in default configurations and in those that ship for it."""
+    file = tmp_path / "built.json"
+    assert main(["build", "--arch", "sm_80,sm_90", "--dtype", "float32", "-o", str(tmp_path / "out"), "--json", str(file)]) == 0
+    assert {task.arch for task in asked} == {"sm_80", "sm_90"}
+    assert {task.layout for task in asked} == {"contiguous", "channels_last"}
+    shipped = {json.loads(f.read_text())["device"] for f in winners.SHIPPED.glob("*.json")}
+    assert {task.device for task in asked if task.arch == "sm_80"} == {""}
+    assert {task.device for task in asked if task.arch == "sm_90"} == {"", *(d for d in shipped if d.endswith(" sm_90"))}
+    assert len(json.loads(file.read_text())) == len(asked)
+    assert "sample_dot" in capsys.readouterr().out
+
+
+def test_failures_are_listed(asked, tmp_path, capsys):
+    args = ["build", "sample_sum", "--arch", "sm_90", "--case", "pixelsplat_infer", "--layout", "contiguous"]
+    assert main([*args, "-o", str(tmp_path / "out")]) == 1
+    assert "ptxas: too many registers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--arch", "90"], "must be an architecture of NVIDIA, such as sm_90"),
+        (["--arch", ""], "name at least one"),
+        (["--arch", "sm_90", "--case", "pixelspalt_infer"], "Did you mean 'pixelsplat_infer'?"),
+        (["--arch", "sm_90", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--arch", "sm_90", "--workers", "0"], "must be at least 1"),
+        (["sample_som", "--arch", "sm_90"], "Did you mean 'sample_sum'?"),
+    ],
+)
+def test_misspelt_requests(asked, args, message, capsys):
+    assert main(["build", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert not asked
+
+
+def test_shipped_winners_are_known_and_fit():
+    """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
+    from sonde.grid import _gpu_form_kernels as form
+
+    kernels = {kernel.name: kernel for kernel in (form.form, form.rows)}
+    for file in winners.SHIPPED.glob("*.json"):
+        document = json.loads(file.read_text())
+        assert file.stem == winners.slug(document["device"])
+        assert len(winners.shipped(document["device"])) == len(document["winners"]) > 0
+        for row in document["winners"]:
+            exact = {
+                **json.loads(row["constants"]),
+                **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()},
+                "B": 1,
+            }
+            problem = form.Problem(**exact)
+            config = winners.read(form.Config, row["config"])
+            assert config is not None
+            assert kernels[row["kernel"]].fits(problem, config)
