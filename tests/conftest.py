@@ -1,8 +1,12 @@
 """One run for everything: Triton kernels on a GPU where there is one, interpreted on CPU tensors where there is none."""
 
 import os
+import signal
 
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; some tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, hence before the lines below

@@ -233,12 +233,12 @@ def test_crowded_cells(target, mode):
 
 def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
     """Where the workspace has no room for the whole batch, or for all channels, nothing is lost."""
-    segments = pytest.importorskip("sonde.grid._gpu_segments")
+    segments = pytest.importorskip("sonde.grid._gpu_form_segments")
     C = segments.TILES * segments.BLOCK_C + 3
     images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)
     want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
     monkeypatch.setattr(segments, "ROOM", 0)
-    assert segments.batch_chunk(images.permute(0, 2, 3, 1), samples, torch.float32) < 3
+    assert segments.batch_chunk(segments.Sizes(3, 2, 3, 20, 2, C, C, 1, 0, torch.float32)) < 3
     with deterministic(), poisoned():
         got = images_gradient(call(triton_target), images, samples, weights)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

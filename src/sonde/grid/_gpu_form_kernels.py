@@ -57,7 +57,9 @@ def form_config(p: Problem) -> Config:
     depends on the samples of a query, never on how many queries there are.
     """
     block_d = min(4 if p.gradients and p.D < 64 else 8, power_of_2(p.D))
-    most = 5 if not p.gradients else 3 if p.d_stride and block_d <= 4 else 1
+    most = (
+        5 if not p.gradients else 3 if p.d_stride and p.octaves and block_d <= 4 else 1
+    )  # with the sums of all heads, three spill
     return Config(max(1, 4 // block_d), block_d, min(most, _tiles(p)), 1)
 
 
