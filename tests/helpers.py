@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OPERATORS = ["grid.sample_sum", "grid.sample_dot"]  # a new operator adds its name; the rest is derived from its folder
+OPERATORS = [
+    "grid.sample_sum",
+    "grid.sample_dot",
+    "grid.grid_sample",
+]  # a new operator adds its name; the rest is derived from its folder
 
 HAS_GPU = torch.cuda.is_available()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -63,6 +67,16 @@ class Operator:
     def arguments(self) -> list[str]:
         return list(inspect.signature(self.reference).parameters)
 
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether a channels-last input gives a channels-last result."""
+        return getattr(self.cases, "KEEPS_LAYOUT", False)
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether a batch of one serves any other."""
+        return getattr(self.cases, "BROADCASTS", False)
+
     def kernels(self, impl: str) -> ModuleType:
         return import_module(f"sonde.{self.path}.{ {'triton': 'gpu', 'numba': 'cpu'}[impl] }")
 
@@ -77,6 +91,11 @@ class Operator:
 
 def cases() -> list[tuple[str, str]]:
     return [(path, case) for path in OPERATORS for case in import_module(f"sonde.{path}.cases").SMALL]
+
+
+def bench_case(operator: Operator) -> str:
+    """A real workload of middle size."""
+    return "pixelsplat_infer" if "pixelsplat_infer" in operator.cases.BENCH else next(iter(operator.cases.BENCH))
 
 
 def floats(args: Sequence) -> list[int]:
@@ -141,17 +160,27 @@ def exact(operator: Operator, args: Sequence) -> list:
         H, W = named["images"].shape[2:]
         parts = [_same_position(u, size) for u, size in zip(named["samples"].detach().to(wide).unbind(-1), (W, H))]
         made[operator.arguments.index("samples")] = torch.stack(parts, -1)
+    if "grid" in named and wide is not torch.float64:
+        align = named["align_corners"]
+        parts = [
+            _same_position(u, n, align) for u, n in zip(named["grid"].detach().to(wide).unbind(-1), named["input"].shape[:1:-1])
+        ]
+        made[operator.arguments.index("grid")] = torch.stack(parts, -1)
     return made
 
 
-def _same_position(u: Tensor, size: int) -> Tensor:
+def _same_position(u: Tensor, size: int, align: bool = False) -> Tensor:
     """The float64 coordinate of the pixel position that float32 finds for `u`, in the same cell."""
-    if not size:
+
+    def position(u: Tensor) -> Tensor:
+        return (u + 1) / 2 * (size - 1) if align else ((u + 1) * size - 1) / 2
+
+    if size - align <= 0:
         return u.double()
-    x = (((u + 1) * size - 1) / 2).double()
-    u = (2 * x + 1) / size - 1
+    x = position(u).double()
+    u = 2 * x / (size - 1) - 1 if align else (2 * x + 1) / size - 1
     for _ in range(64):
-        below = (((u + 1) * size - 1) / 2).floor() < x.floor()  # false for NaN
+        below = position(u).floor() < x.floor()  # false for NaN
         u = torch.where(below, torch.nextafter(u, torch.full_like(u, torch.inf)), u)
     return u
 
@@ -362,6 +391,18 @@ def improve_interpreter() -> None:
             for n in names[package]:
                 interpreter._patch_attr(package, n, getattr(package, n), builder, scope)
 
+    plain = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self, source, target):
+        """The interpreter takes the bits of a bfloat16 for an integer where the other side is float64."""
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.bfloat16, tl.float64):
+            return plain(self, plain(self, source, tl.float32), tl.float64)
+        if kinds == (tl.float64, tl.bfloat16):
+            return interpreter.TensorHandle(convert(source.data, tl.float64, tl.bfloat16, None), tl.bfloat16)
+        return plain(self, source, target)
+
+    interpreter.InterpreterBuilder.cast_impl = cast
     interpreter._convert_float = convert
     if {"builder", "scope"} <= set(inspect.signature(interpreter._patch_builtin).parameters):
         interpreter._patch_builtin = patch

@@ -15,6 +15,7 @@ from helpers import (
     Operator,
     Target,
     allocations,
+    bench_case,
     cotangents,
     deterministic,
     floats,
@@ -56,9 +57,8 @@ def test_gradients_nobody_asks_for_are_not_planned(operator, target):
     for plan in (sonde.explain(operator.call(target), *args), quiet):
         assert {kernel.phase for kernel in plan.kernels} == {"forward"}
     one = [a.detach().requires_grad_(i == 0) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
-    assert [k.writes for k in sonde.explain(operator.call(target), *one).kernels if k.phase == "backward"] == [
-        (operator.arguments[0],)
-    ]
+    kernels = sonde.explain(operator.call(target), *one).kernels
+    assert [name for k in kernels if k.phase == "backward" for name in k.writes] == [operator.arguments[0]]
 
 
 def test_determinism_that_is_claimed(operator, target):
@@ -70,7 +70,7 @@ def test_determinism_that_is_claimed(operator, target):
     assert ORDER.index(strict.determinism) >= ORDER.index(Determinism.RUN_TO_RUN)
     forward = [k for k in default.kernels if k.phase == "forward"]
     assert all(k.determinism is not Determinism.NONE for k in forward)
-    by_images = [k for k in default.kernels if k.phase == "backward" and "images" in k.writes]
+    by_images = [k for k in default.kernels if k.phase == "backward" and operator.arguments[0] in k.writes]
     if by_images:
         assert all((k.determinism is Determinism.NONE) == (target.impl == "triton") for k in by_images)
     assert (default.determinism is Determinism.NONE) == (target.impl == "triton")
@@ -94,6 +94,8 @@ def test_accumulator(operator, target, dtype):
     args = leaves(made(operator, target, dtype=dtype))
     plan = sonde.explain(operator.call(target), *args)
     assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    if len(floats(args)) < 3:
+        return  # no factors of its own: its sums are judged in its own tests
     big = [torch.full_like(a, 1.0) if i == 0 else a for i, a in enumerate(made(operator, target, dtype=dtype, octaves=0))]
     factors = big[2].zero_()
     factors.flatten(0, 2)[:, :2] = torch.tensor([2.0**40, 1.0])  # two terms of every sum
@@ -111,6 +113,8 @@ def test_accumulator(operator, target, dtype):
 def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, monkeypatch):
     """Peak memory beyond inputs and results is what the plan says: no more, and not much less."""
     if target.interpreted and (dtype, layout) in ((torch.bfloat16, "channels_last"), (torch.float32, "reversed")):
+        pytest.skip("the interpreter is slow")
+    if target.interpreted and dtype == torch.bfloat16 and hasattr(operator.cases, "IN_FULL") and layout != "contiguous":
         pytest.skip("the interpreter is slow")
     sizes = {} if target.interpreted else dict(Q=400, D=9)
     args = leaves([restride(a, layout) if isinstance(a, Tensor) else a for a in made(operator, target, dtype=dtype, **sizes)])
@@ -131,7 +135,7 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):
     """The allocator's own peak agrees with the plan."""
-    args = leaves(operator.cases.make(**{**operator.cases.BENCH["pixelsplat_infer"], "B": 4}, device="cuda"))
+    args = leaves(operator.cases.make(**{**operator.cases.BENCH[bench_case(operator)], "B": 4}, device="cuda"))
     measured = []
 
     def peak(function):
@@ -273,7 +277,7 @@ def test_every_determinism_claim(operator, target):
 @pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
 def test_what_ran_is_what_was_planned(operator, how, size, mode):
     """The kernels that a profiler sees, by name and in order, are those of the plan; torch's own count apart."""
-    sizes = SIZES if size == "few" else {**operator.cases.BENCH["pixelsplat_infer"], "B": 1}
+    sizes = SIZES if size == "few" else {**operator.cases.BENCH[bench_case(operator)], "B": 1}
     args = leaves(operator.make(**sizes, device="cuda"))
     call, wanted = operator.call("triton"), [args[i] for i in floats(args)]
 
@@ -303,4 +307,4 @@ def test_what_ran_is_what_was_planned(operator, how, size, mode):
     assert [e.name for e in seen if e.name in _OURS] == planned
 
 
-_OURS = {"_form", "_rows", "_transpose", "_keys", "_starts", "_bounds", "_sums", "_gather"}
+_OURS = {"_form", "_rows", "_transpose", "_keys", "_starts", "_bounds", "_sums", "_gather", "_sample", "_gradients"}

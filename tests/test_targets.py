@@ -95,7 +95,7 @@ def main(name: str) -> None:
         for path in OPERATORS:
             operator = Operator.find(path)
             gpu = operator.kernels("triton")
-            for sizes, dtype in CASES[:3] if name in FEWER else CASES:
+            for sizes, dtype in [*(CASES[:3] if name in FEWER else CASES), *getattr(operator.cases, "TARGETS", ())]:
                 args = operator.make(**sizes, dtype=getattr(torch, dtype))
                 grad = gpu.forward(*args)
                 for deterministic in (False, True):

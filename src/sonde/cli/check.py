@@ -38,6 +38,8 @@ class Truth:
         exact = dict(zip(operator.arguments, args))
         if {"samples", "images"} <= exact.keys() and exact["samples"].dtype == torch.float32 and self.dtype != torch.float64:
             exact["samples"] = _pixel_exact(exact["samples"], exact["images"])
+        if "grid" in exact and exact["grid"].dtype == torch.float32 and self.dtype != torch.float64:
+            exact["grid"] = _pixel_exact(exact["grid"], exact["input"], exact["align_corners"])
         self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
         self.tolerances = dict.fromkeys(["value", *self.names], FIXED.get(self.dtype, 0.0))
         if self.dtype not in FIXED:
@@ -74,14 +76,17 @@ def leaves(args: Sequence) -> list:
     return [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args]
 
 
-def _pixel_exact(samples: Tensor, images: Tensor) -> Tensor:
+def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor:
     """float64 coordinates at which the reference lands on the pixel positions that float32 arithmetic gives.
 
     A coordinate that rounds across a pixel edge is not a kernel's error. Nor is one that float64 arithmetic takes back
     across it, hence the last line: a position that came out too low goes up by less than anything measured here.
     """
-    H, W = images.shape[2:]
-    size = torch.tensor([W, H], device=samples.device)
+    size = torch.tensor(images.shape[:1:-1], device=samples.device)
+    if align:
+        x = ((samples + 1) / 2 * (size - 1)).double()
+        u = torch.where(size > 1, 2 * x / (size - 1) - 1, samples.double())
+        return torch.where((u + 1) / 2 * (size - 1) < x, u + 2.0**-50, u)
     x = (((samples + 1) * size - 1) / 2).double()
     u = (2 * x + 1) / size - 1
     return torch.where(((u + 1) * size - 1) / 2 < x, u + 2.0**-50, u)

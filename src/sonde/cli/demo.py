@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     where = device(None)
     todo = []
     for operator in OPERATORS.values():
+        if CASE not in operator.cases.BENCH:
+            continue
         sizes = operator.cases.BENCH[CASE] | (ON_CPU if where.type == "cpu" else {})
         todo.append(Job(operator, CASE, sizes, where))
     records = list(measured(todo, show=not options.json, extras=False))

@@ -48,5 +48,6 @@ class Operator:
 _ALL = (
     Operator("sample_sum", "grid", queries=dict(samples=1, weights=2), result=2),
     Operator("sample_dot", "grid", queries=dict(samples=1, queries=2, depths=1), result=2),
+    Operator("grid_sample", "grid", queries=dict(grid=1), result=2),
 )
 OPERATORS = {operator.name: operator for operator in _ALL}

@@ -39,8 +39,10 @@ class Job:
 
     def inputs(self, **sizes) -> list:
         args = self.operator.cases.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device))
-        form = torch.channels_last if self.layout == "channels_last" else torch.contiguous_format
-        return [a.contiguous(memory_format=form) if n == "images" else a for n, a in zip(self.operator.arguments, args)]
+        if self.layout != "channels_last":
+            return list(args)
+        form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
+        return [a.contiguous(memory_format=form) if n in ("images", "input") else a for n, a in zip(self.operator.arguments, args)]
 
     def outlines(self, grad: bool) -> list:
         """The same without their values, for a plan: they take no memory, and their device need not be there."""

@@ -14,6 +14,12 @@ def accumulator(*operands: Tensor | None) -> torch.dtype:
     return torch.float32
 
 
+def joint_batch(*operands: Tensor) -> int:
+    """The batch of operands of which each repeats its rows, all equally often, until there are as many as of the others."""
+    sizes = [t.shape[0] for t in operands]
+    return max(sizes) if all(sizes) else 0
+
+
 def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Images ``[B, C, H, W]`` at `samples` ``[B, Q, D, 2]`` → values ``[B, C, Q, D]`` and whether a sample sees the image.
 

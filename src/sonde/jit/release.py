@@ -261,7 +261,8 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         cases, gpu = (import_module(f"{task.package}.{name}") for name in ("cases", "gpu"))
         args = list(cases.make(**{**cases.SMALL, **cases.BENCH}[task.case], dtype=getattr(torch, task.dtype)))
         if task.layout == "channels_last":
-            args[0] = args[0].contiguous(memory_format=torch.channels_last)
+            form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
+            args[0] = args[0].contiguous(memory_format=form)
         out = gpu.forward(*args)
         needs = [True] * sum(isinstance(a, Tensor) for a in args)
         for deterministic in (False, True):

@@ -1,0 +1,22 @@
+"""What ``torch.nn.functional`` calls by these names: ``F.grid_sample = sonde.compat.torch.grid_sample`` is enough."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from ..grid import grid_sample as _grid_sample
+
+
+def grid_sample(
+    input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+) -> Tensor:
+    """``torch.nn.functional.grid_sample`` with its signature; what it means is said at :func:`sonde.grid_sample`."""
+    if align_corners is None:
+        warnings.warn(
+            "grid_sample: align_corners=None means False since torch 1.3; say align_corners=True for what was before, or False",
+            stacklevel=2,
+        )
+        align_corners = False
+    return _grid_sample(input, grid, mode, padding_mode, align_corners)  # type: ignore[arg-type]

@@ -1,0 +1,3 @@
+from .api import grid_sample
+
+__all__ = ["grid_sample"]

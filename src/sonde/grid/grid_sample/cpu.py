@@ -1,0 +1,463 @@
+"""``grid_sample`` on CPUs: taps of a block of samples first, then all channels.
+
+Contiguous images are read plane by plane, with single loads (a machine's gathers are no faster where they had to be mended);
+channels-last images pixel by pixel, sixteen channels at a time. A gradient of the input belongs to one thread per image and
+block of channels, so that no bit depends on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...op.cpu import exact_part, jit, part, run
+from ...op.lanes import LANES, fma, intrinsic, load, spread, store, total
+from ...op.library import memory_format
+from ...op.plan import Determinism, Kernel
+from .._reference import accumulator, joint_batch
+
+MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+TAPS = (2, 1, 4)  # of each mode, along an axis
+BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
+FAR = 2.0**30
+
+
+def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
+    wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
+    last = _last(input)
+    out = torch.empty((B, C, *grid.shape[1:-1]), dtype=wide, memory_format=memory_format(input, True))
+    how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
+    if out.numel():
+        view, kernel = (_pixels, pixels_forward) if last else (_planes, planes_forward)
+        run(kernel, *_blocks(B, points), *how, *view(input, wide), points, *view(out, wide))
+    return out.to(input.dtype)
+
+
+def backward(
+    grad: Tensor, input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *,
+    needs: Sequence[bool], deterministic: bool,
+) -> list[Tensor]:  # fmt: skip
+    wide, B, last = accumulator(input, grid), joint_batch(input, grid), _last(input)
+    how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
+    view = _pixels if last else _planes
+    something = grad.numel() and input.numel()
+    given = view(grad, wide) if something else ()
+    found = []
+    if needs[0]:
+        d_input = torch.empty(input.shape, dtype=wide, memory_format=memory_format(input, True)).zero_()
+        if something:
+            items, width = _channels(input)
+            kernel = pixels_scatter if last else planes_scatter
+            run(kernel, items, width, *how, *given, points, *view(d_input, wide), slices_per_thread=1)
+        found.append(d_input.to(input.dtype))
+        del d_input
+    if needs[1]:
+        d_grid = torch.zeros((B, *points.shape[1:]), dtype=wide)
+        if something and mode != "nearest":
+            kernel = pixels_dots if last else planes_dots
+            run(kernel, *_blocks(B, points), *how, *view(input, wide), *given, points, d_grid.numpy())
+        if grid.shape[0] != B:
+            d_grid = d_grid.view(grid.shape[0], -1 if grid.numel() else 0, *points.shape[1:]).sum(1)
+        found.append(d_grid.view(grid.shape).to(grid.dtype))
+    return found
+
+
+def plan(
+    input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *, needs: Sequence[bool], deterministic: bool
+) -> list[Kernel]:
+    """What the two above launch and allocate."""
+    wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
+    last, samples = _last(input), B * prod(grid.shape[1:-1])
+    name = "pixels" if last else "planes"
+    copies = 0 if grid.dtype == wide and grid.is_contiguous() else grid.numel()
+    dense = input.is_contiguous() or memory_format(input, True) != torch.contiguous_format
+    image = 0 if input.dtype == wide and dense else input.numel()
+    half = input.dtype != wide
+
+    def kernel(what: str, writes: str, elements: int, phase: Any = "backward") -> Kernel:
+        promise = Determinism.BATCH_INVARIANT
+        if writes == "grid" and grid.shape[0] != B:
+            promise = Determinism.RUN_TO_RUN
+        return Kernel(f"{name}_{what}", (writes,), wide, promise, elements * wide.itemsize, phase)
+
+    found = [kernel("forward", "out", copies + image + half * samples * C, "forward")]
+    copies += (half or last) * samples * C  # of the result's gradient, whatever its layout
+    if needs[0]:
+        found.append(kernel("scatter", "input", copies + half * input.numel()))
+    if needs[1]:
+        again = grid.dtype != wide or grid.shape[0] != B
+        left = needs[0] and half and input.numel()  # the other gradient before it was rounded: a thread may not have let go of it
+        found.append(kernel("dots", "grid", copies + image + left + again * samples * grid.shape[-1]))
+    return found
+
+
+def _last(input: Tensor) -> bool:
+    """Whether kernels go through channels: where they are neighbours, and enough of them to fill a vector."""
+    return memory_format(input, True) != torch.contiguous_format and input.shape[1] > LANES // 2
+
+
+def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> tuple:
+    B, size = joint_batch(input, grid), (1, *input.shape[2:])[-3:]
+    groups = B // max(1, input.shape[0]), B // max(1, grid.shape[0])
+    return input.shape[1], *size, *groups, input.ndim - 2, TAPS[MODES.index(mode)], PADDINGS.index(padding), align
+
+
+def _points(grid: Tensor, wide: torch.dtype) -> Any:
+    """``[B, samples, 2 or 3]``."""
+    return _dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]).numpy()
+
+
+def _planes(x: Tensor, wide: torch.dtype) -> tuple[Any, int, int]:
+    """The memory of `x`, and how far channels and pixels are apart; a copy where it is neither contiguous nor channels-last."""
+    if memory_format(x, True) != torch.contiguous_format:
+        return _dense(x.movedim(1, -1), wide).view(-1).numpy(), 1, x.shape[1]
+    return _dense(x, wide).view(-1).numpy(), prod(x.shape[2:]), 1
+
+
+def _pixels(x: Tensor, wide: torch.dtype) -> tuple[Any]:
+    """``[B·pixels, C]``, a view where `x` is channels-last."""
+    return (_dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1]).numpy(),)
+
+
+def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
+    """Contiguous and in one dtype, by one copy at most."""
+    x = x.detach()
+    return x if x.dtype == wide and x.is_contiguous() else torch.empty(x.shape, dtype=wide).copy_(x)
+
+
+def _blocks(B: int, points: Any) -> tuple[int, int]:
+    """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
+    P, all_threads = points.shape[1], 8 * torch.get_num_threads()
+    block = min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+    return B * -(-P // block), block
+
+
+def _channels(input: Tensor) -> tuple[int, int]:
+    """Into how many blocks images and channels are cut, and how many channels a block has; no bit depends on it."""
+    n, C, least = input.shape[0], input.shape[1], LANES if _last(input) else 1
+    blocks = min(-(-2 * torch.get_num_threads() // n), -(-C // least))
+    width = -(-C // (blocks * least)) * least
+    return n * -(-C // width), width
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------------------
+#
+# C channels, Z·H·W pixels; `inputs` results share an input and `grids` a grid; `taps` along each of `dim` axes
+
+
+@jit
+def planes_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
+    """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
+    P, K = points.shape[1], taps**dim
+    blocks, size, zero = -(-P // block), Z * H * W, points.dtype.type(0)
+    index, weight, slope, lines = _scratch(block, dim, taps, 0, points)
+    for n in range(start, stop):
+        b, p = n // blocks, n % blocks * block
+        m = min(block, P - p)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        for c in range(C):  # plane by plane: it stays in the cache
+            source, target = b // inputs * C * size + c * ic, b * C * P + c * oc + p * op
+            if K == 4:
+                for i in range(m):
+                    j0, j1, j2, j3 = index[0, i], index[1, i], index[2, i], index[3, i]
+                    v = zero
+                    if j0 >= 0:
+                        v += weight[0, i] * images[source + j0 * ip]
+                    if j1 >= 0:
+                        v += weight[1, i] * images[source + j1 * ip]
+                    if j2 >= 0:
+                        v += weight[2, i] * images[source + j2 * ip]
+                    if j3 >= 0:
+                        v += weight[3, i] * images[source + j3 * ip]
+                    out[target + i * op] = v
+            else:
+                for i in range(m):
+                    out[target + i * op] = weight[0, i] * images[source + index[0, i] * ip] if index[0, i] >= 0 else zero
+                for k in range(1, K):
+                    for i in range(m):
+                        if index[k, i] >= 0:
+                            out[target + i * op] += weight[k, i] * images[source + index[k, i] * ip]
+
+
+@jit
+def planes_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
+    """The gradient of the grid of blocks `start` to `stop` of samples."""
+    P, K = points.shape[1], taps**dim
+    blocks, size = -(-P // block), Z * H * W
+    index, weight, slope, lines = _scratch(block, dim, taps, 1, points)
+    dot = np.empty((K, block), points.dtype)
+    for n in range(start, stop):
+        b, p = n // blocks, n % blocks * block
+        m = min(block, P - p)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        dot[:] = 0
+        for c in range(C):
+            source, target = b // inputs * C * size + c * ic, b * C * P + c * gc + p * gp
+            for k in range(K):
+                for i in range(m):
+                    if index[k, i] >= 0:
+                        dot[k, i] += grad[target + i * gp] * images[source + index[k, i] * ip]
+        for d in range(dim):
+            for k in range(K):
+                for i in range(m):
+                    if index[k, i] >= 0:
+                        d_grid[b, p + i, d] += slope[d * K + k, i] * dot[k, i]
+
+
+@jit
+def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
+    """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
+    P, K, blocks, size = points.shape[1], taps**dim, -(-C // width), Z * H * W
+    index, weight, slope, lines = _scratch(BLOCK, dim, taps, 0, points)
+    for n in range(start, stop):
+        image, low = n // blocks, n % blocks * width
+        for b in range(image * inputs, (image + 1) * inputs):
+            for p in range(0, P, BLOCK):
+                m = min(BLOCK, P - p)
+                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+                for c in range(low, min(low + width, C)):
+                    source, target = b * C * P + c * gc + p * gp, image * C * size + c * ic
+                    for k in range(K):
+                        for i in range(m):
+                            if index[k, i] >= 0:
+                                d_images[target + index[k, i] * ip] += weight[k, i] * grad[source + i * gp]
+
+
+@jit
+def pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, points, out):
+    """The same of images [B/inputs·pixels, C] → out [B·P, C]."""
+    P, K = points.shape[1], taps**dim
+    blocks = -(-P // block)
+    index, weight, slope, lines = _scratch(block, dim, taps, 0, points)
+    tail = np.empty((1, LANES), points.dtype)
+    for n in range(start, stop):
+        b, p = n // blocks, n % blocks * block
+        m = min(block, P - p)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        first = b // inputs * Z * H * W
+        for i in range(m):
+            target = b * P + p + i
+            for c in range(0, C, LANES):
+                v = spread(points.dtype.type(0))
+                for k in range(K):
+                    if index[k, i] >= 0:
+                        v = fma(weight[k, i], load(images, first + index[k, i], c, C), v)
+                if c + LANES <= C:
+                    store(v, out, target, c)
+                else:
+                    store(v, tail, 0, 0)
+                    for j in range(C - c):
+                        out[target, c + j] = tail[0, j]
+
+
+@jit
+def pixels_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, grad, points, d_grid):
+    P, K = points.shape[1], taps**dim
+    blocks = -(-P // block)
+    index, weight, slope, lines = _scratch(block, dim, taps, 1, points)
+    for n in range(start, stop):
+        b, p = n // blocks, n % blocks * block
+        m = min(block, P - p)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        first = b // inputs * Z * H * W
+        for i in range(m):
+            target = b * P + p + i
+            for k in range(K):
+                if index[k, i] >= 0:
+                    v = spread(points.dtype.type(0))
+                    for c in range(0, C, LANES):
+                        v = fma(load(grad, target, c, C), load(images, first + index[k, i], c, C), v)
+                    dot = total(v)
+                    for d in range(dim):
+                        d_grid[b, p + i, d] += slope[d * K + k, i] * dot
+
+
+@jit
+def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, points, d_images):
+    P, K, blocks = points.shape[1], taps**dim, -(-C // width)
+    index, weight, slope, lines = _scratch(BLOCK, dim, taps, 0, points)
+    for n in range(start, stop):
+        image, low = n // blocks, n % blocks * width
+        high, first = min(low + width, C), image * Z * H * W
+        for b in range(image * inputs, (image + 1) * inputs):
+            for p in range(0, P, BLOCK):
+                m = min(BLOCK, P - p)
+                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+                for i in range(m):
+                    source = b * P + p + i
+                    for k in range(K):
+                        target = first + index[k, i]
+                        if index[k, i] >= 0:
+                            w = weight[k, i]
+                            for c in range(low, high, LANES):
+                                if c + LANES <= high:
+                                    store(fma(w, load(grad, source, c, C), load(d_images, target, c, C)), d_images, target, c)
+                                else:
+                                    for j in range(c, high):
+                                        d_images[target, j] += w * grad[source, j]
+
+
+# ---- taps -------------------------------------------------------------------------------------------------------------------
+
+
+@part
+def _scratch(room, dim, taps, slopes, points):
+    """Room for the taps of a block: which pixel (−1: none), its weight, the weight's derivatives; and the same of each axis."""
+    real, K = points.dtype, taps**dim
+    return (
+        np.empty((K, room), np.int32),
+        np.empty((K, room), real),
+        np.empty((slopes * dim * K, room), real),
+        (np.empty((dim * taps, room), np.int32), np.empty((dim * taps, room), real), np.empty((dim * taps, room), real)),
+    )
+
+
+@exact_part
+def _locate(points, b, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines):
+    """Fill the taps of samples `p` to `p + m`."""
+    at, part_of, rate = lines
+    K, real = index.shape[0], points.dtype.type
+    for d in range(dim):  # x, y, z
+        _axis(points, b, p, m, d, W if d == 0 else H if d == 1 else Z, taps, pad, align, at, part_of, rate)
+    for k in range(K):
+        x, y, z = k % taps, taps + k // taps % taps, 2 * taps + k // (taps * taps)
+        if dim == 2:
+            for i in range(m):
+                inside = at[x, i] >= 0 and at[y, i] >= 0
+                index[k, i] = at[y, i] * W + at[x, i] if inside else -1
+                weight[k, i] = part_of[y, i] * part_of[x, i]
+        else:
+            for i in range(m):
+                inside = at[x, i] >= 0 and at[y, i] >= 0 and at[z, i] >= 0
+                index[k, i] = (at[z, i] * H + at[y, i]) * W + at[x, i] if inside else -1
+                weight[k, i] = part_of[z, i] * part_of[y, i] * part_of[x, i]
+        if slope.shape[0] > 0:
+            for i in range(m):
+                above = part_of[z, i] if dim == 3 else real(1)
+                slope[k, i] = above * part_of[y, i] * rate[x, i]
+                slope[K + k, i] = above * rate[y, i] * part_of[x, i]
+                if dim == 3:
+                    slope[2 * K + k, i] = rate[z, i] * part_of[y, i] * part_of[x, i]
+
+
+@exact_part
+def _axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate):
+    """The taps along axis `d`. Every loop is simple enough to be vectorised, every operation is rounded as in the reference."""
+    real = points.dtype.type
+    first = d * taps
+    _positions(points, b, p, m, d, size, taps, pad, align, part_of[first], rate[first])
+    x, slope = part_of[first], rate[first]
+    one, half, number = real(1), real(0.5), at.dtype.type
+    if taps == 1:
+        for i in range(m):
+            x0 = np.floor(x[i])
+            t = x[i] - x0
+            up = t > half or (t == half and x0 - real(2) * np.floor(x0 * half) == one)
+            j = number(x0) + number(up)
+            at[first, i] = j if j >= 0 and j < size else -1
+            x[i], slope[i] = one, real(0)
+    elif taps == 2:
+        for i in range(m):
+            x0 = np.floor(x[i])
+            t, j, s = x[i] - x0, number(x0), slope[i]
+            at[first, i] = j if j >= 0 and j < size else -1
+            at[first + 1, i] = j + 1 if j >= -1 and j + 1 < size else -1
+            part_of[first, i], part_of[first + 1, i] = one - t, t
+            rate[first, i], rate[first + 1, i] = -s, s
+    else:
+        for i in range(m):
+            x0 = np.floor(x[i])
+            t, j, s = x[i] - x0, number(x0), slope[i]
+            part_of[first, i], rate[first, i] = _outer(t + one), s * _outer_slope(t + one)
+            part_of[first + 1, i], rate[first + 1, i] = _inner(t), s * _inner_slope(t)
+            part_of[first + 2, i], rate[first + 2, i] = _inner(one - t), -s * _inner_slope(one - t)
+            part_of[first + 3, i], rate[first + 3, i] = _outer(one + one - t), -s * _outer_slope(one + one - t)
+            for k in range(4):
+                at[first + k, i] = _fold(j - 1 + k, size, pad, align) if j > -8 else -1
+
+
+@exact_part
+def _positions(points, b, p, m, d, size, taps, pad, align, x, slope):
+    """Where samples are on an axis of pixels, −16 for those that see none, and d position / d u."""
+    real = points.dtype.type
+    one, half, n, zero, nowhere, end = real(1), real(0.5), real(size), real(0), real(-16), real(np.inf)
+    for i in range(m):
+        u = points[b, p + i, d]
+        x[i] = (u + one) * half * (n - one) if align else ((u + one) * n - one) * half
+        slope[i] = half * (n - one) if align else half * n
+    if pad == 2:
+        low, span = (0.0, max(size - 1.0, 1.0)) if align else (-0.5, max(size + 0.0, 1.0))
+        for i in range(m):
+            a = np.float64(abs(x[i] - real(low)))
+            near = a < FAR
+            a = a if near else 0.0
+            flips = np.floor(a / span)
+            rest = a - flips * span  # exact: a multiple of the last digit of a
+            wrong = rest < 0.0
+            flips, rest = flips - 1.0 if wrong else flips, rest + span if wrong else rest
+            back = flips - 2.0 * np.floor(flips * 0.5) == 1.0
+            turned = back != (x[i] < real(low))
+            slope[i] = -slope[i] if turned else slope[i]
+            x[i] = (real(span - rest) if back else real(rest)) + real(low) if near else end
+    if pad > 0:
+        floor, ceiling = (-one, n) if taps == 4 else (zero, n - one)
+        for i in range(m):
+            u = points[b, p + i, d]
+            live = abs(u) < end and (pad == 1 or x[i] < end)
+            flat = taps < 4 and not (x[i] > floor and x[i] < ceiling)
+            slope[i] = zero if flat else slope[i]
+            x[i] = min(max(x[i], floor), ceiling) if live else nowhere
+    for i in range(m):
+        x[i] = x[i] if x[i] >= real(-2) and x[i] <= n + one and size > 0 else nowhere
+
+
+@part
+def _fold(i, size, pad, align):
+    """The pixel that stands for tap `i`, −1 where there is none."""
+    if i >= 0 and i < size:
+        return i
+    if pad == 0:
+        return -1
+    if pad == 1:
+        return min(max(i, 0), size - 1)
+    period = max(2 * size - 2 * align, 1)
+    i %= period
+    return i if i < size else period - 1 + align - i
+
+
+# the cubic kernel for 0 ≤ t ≤ 1 and for 1 ≤ t ≤ 2, with a = −¾, and its derivatives
+
+
+@exact_part
+def _inner(t):
+    return t * t * (t * _like(t, 1.25) - _like(t, 2.25)) + _like(t, 1)
+
+
+@exact_part
+def _outer(t):
+    return ((_like(t, 3.75) - _like(t, 0.75) * t) * t - _like(t, 6)) * t + _like(t, 3)
+
+
+@exact_part
+def _inner_slope(t):
+    return (_like(t, 3.75) * t - _like(t, 4.5)) * t
+
+
+@exact_part
+def _outer_slope(t):
+    return (_like(t, 7.5) - _like(t, 2.25) * t) * t - _like(t, 6)
+
+
+@intrinsic
+def _like(typing, t, number):
+    """A number in the type of `t`: Numba's literals would make everything float64."""
+
+    def generate(context, builder, signature, args):
+        return context.cast(builder, args[1], signature.args[1], signature.return_type)
+
+    return t(t, number), generate

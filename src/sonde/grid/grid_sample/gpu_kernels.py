@@ -1,0 +1,467 @@
+"""The kernels of ``grid_sample``, one for the value and one for both gradients, and the configurations that they run in.
+
+A program has a tile ``[pixels of the result, channels]``. Where channels are neighbours in memory a thread holds several of
+them (one 16-byte access); where pixels are, a thread has one pixel and goes through the channels. Strides are run-time values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import jit
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2
+from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, none, over_channels, tile
+
+ENOUGH = 2048  # programs that keep any device busy
+
+
+class Problem(NamedTuple):
+    """What a launch computes, apart from how. Layouts are told twice: as far as they decide anything, and stride by stride."""
+
+    mode: int
+    padding: int
+    align: bool
+    dim: int
+    C: int
+    wide: torch.dtype
+    wants_input: bool  # gradients
+    wants_grid: bool
+    last: bool  # channels are neighbours in everything that is read or written of the input's shape
+    vector: int  # all other strides of those are multiples of this, and so is C
+    out: str  # what are neighbours in the result: "channels", "points" or "other"
+    out_vector: int
+    int64: bool  # offsets
+    points: int
+    Z: int
+    H: int
+    W: int
+    B: int
+    inputs: int  # batches of the operands
+    grids: int
+    of_input: tuple[int, ...]  # strides: b, c, z, y, x
+    of_grid: tuple[int, ...]  # b, point, coordinate
+    of_out: tuple[int, ...]  # b, c, point; of the result or its gradient
+    of_gradient: tuple[int, ...]  # as those of the input
+
+
+SIZES = ("points", "Z", "H", "W")
+BATCH = ("B", "inputs", "grids", "of_input", "of_grid", "of_out", "of_gradient")
+
+
+def problem(
+    shape: Sequence[int], itemsize: int, flat: Tensor, wide: torch.dtype, options: tuple[str, str, bool], of_out: Sequence[int],
+    of_input: Sequence[int] | None = None, of_gradient: Sequence[int] | None = None, wants_grid: bool = False, int64: bool = False,
+) -> Problem:  # fmt: skip
+    """Of an input of this shape and a grid ``[B, points, coordinates]``; what has no strides takes no part."""
+    (n, C, *size), (grids, points, dim) = shape, flat.shape
+    B, most, (Z, H, W) = max(n, grids) if n and grids else 0, 16 // itemsize, (1, *size)[-3:]
+    strides = [s for s in (of_input, of_gradient) if s is not None]
+    spans = [sum(m * s for m, s in zip((C, *size), of[1:])) for of in strides]
+    spans += [C * of_out[1] + points * of_out[2], points * flat.stride(1) + dim * flat.stride(2)]
+    last = C > 1 and all(of[1] == 1 for of in strides)
+    vector = _divides(most, C, *[s for of in strides for s in (of[0], *of[2:])]) if last else 1
+    out = "channels" if of_out[1] == 1 and C > 1 else "points" if of_out[2] == 1 else "other"
+    along = dict(channels=(C, of_out[2]), points=(points, of_out[1]), other=(1,))[out]
+    five = [(0,) * 5 if of is None else (*of[:2], *(0,) * (3 - dim), *of[2:]) for of in (of_input, of_gradient)]
+    return Problem(
+        MODES.index(options[0]), PADDINGS.index(options[1]), options[2], dim, C, wide, of_gradient is not None, wants_grid, last,
+        vector, out, _divides(most, of_out[0], *along), int64 or max(spans) >= 2**31 - 2**20, points, Z, H, W, B, n, grids,
+        five[0], flat.stride(), tuple(of_out), five[1],
+    )  # fmt: skip
+
+
+def _divides(most: int, *numbers: int) -> int:
+    """The largest power of two up to `most` that divides all numbers."""
+    while most > 1 and any(n % most for n in numbers):
+        most //= 2
+    return most
+
+
+class Config(NamedTuple):
+    block_p: int  # pixels of the result in a tile
+    block_c: int  # channels in a tile
+    tiles: int  # tiles of channels in flight together
+    chunk: int  # channels of a program
+    num_warps: int
+
+
+def sample_config(p: Problem) -> Config:
+    taps = TAPS[p.mode] ** p.dim
+    return _config(p, 8 if taps <= 4 else 4)
+
+
+def gradients_config(p: Problem) -> Config:
+    taps = TAPS[p.mode] ** p.dim
+    return _config(p, 2 if taps > 8 else 4)
+
+
+def _config(p: Problem, each: int) -> Config:
+    """Where channels are neighbours, a thread has `each` elements of a few pixels; elsewhere one pixel, channel by channel.
+
+    What decides the order of a sum over channels depends on the points of a grid, never on how many grids there are.
+    """
+    C, taps, warps = max(1, p.C), TAPS[p.mode] ** p.dim, 4
+    if p.last:
+        block_c = min(64 if p.vector <= 4 else 128, power_of_2(C))
+        block_p, tiles = max(1, 32 * warps * each // block_c), 1
+    else:
+        # few pixels: several threads share one, and its sum over channels
+        few = ENOUGH * 32 // max(1, p.points)
+        block_c = max(1, min(8, power_of_2(C) // 4, power_of_2(few))) if p.wants_grid else 1
+        block_p, tiles = 32 * warps // block_c, min(power_of_2(cdiv(C, block_c)), 4 if taps <= 4 else 1)
+    chunk = C
+    if not p.wants_grid:  # the sum over channels stays in one program
+        blocks, step = p.B * cdiv(p.points, block_p), block_c * tiles
+        while chunk > max(8, step) and blocks * cdiv(C, chunk) < ENOUGH:
+            chunk = cdiv(chunk, 2 * step) * step
+    return Config(block_p, block_c, tiles, chunk, warps)
+
+
+def candidate_configs(default: Config, p: Problem) -> list[Config]:
+    """The default, then others that differ from it in one or two respects, in that order."""
+    C, around = max(1, p.C), (1, 2, 0.5)
+    each = default.block_p * default.block_c // (32 * default.num_warps)
+    wide = {int(default.block_c * f) for f in around} if p.last else {1, 2, 4, 8} if p.wants_grid else {1}
+    options = [
+        sorted({2, 4, 8} - {default.num_warps}),
+        sorted({1, each // 2, 2 * each} - {0, each}),
+        sorted(n for n in wide - {0, default.block_c} if n <= power_of_2(C)),
+        sorted({1, 2 * default.tiles, default.tiles // 2} - {0, default.tiles}),
+        [] if p.wants_grid or default.chunk == C else [C],
+    ]
+    first = (default.num_warps, each, default.block_c, default.tiles, default.chunk)
+    found = {default: 0}
+    for chosen in product(*[[x, *others] for x, others in zip(first, options)]):
+        apart = sum(x != y for x, y in zip(chosen, first))
+        warps, each_, block_c, tiles, chunk = chosen
+        if apart <= 2:
+            found.setdefault(Config(max(1, 32 * warps * each_ // block_c), block_c, tiles, chunk, warps), apart)
+    return sorted(found, key=lambda config: found[config])
+
+
+def fits(p: Problem, config: Config) -> bool:
+    """Blocks are powers of two and fit into registers; a sum over channels is one program's."""
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (config.block_p, config.block_c, config.num_warps))
+    small = config.block_p * config.block_c <= 32 * 32 * config.num_warps and 0 < config.tiles <= 16
+    return powers and small and config.chunk > 0 and (config.chunk >= p.C or not p.wants_grid)
+
+
+def launch(p: Problem, config: Config) -> Launch:
+    groups = (p.B // max(1, p.inputs), p.B // max(1, p.grids))
+    sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out, *p.of_gradient)
+    out_vector = _divides(p.out_vector, config.chunk) if p.out == "channels" else p.out_vector
+    layout = (p.last, _divides(p.vector, config.chunk), p.out == "channels", p.out == "points", out_vector)
+    offset = tl.int64 if p.int64 else tl.int32
+    constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, config.chunk, *config[:3])
+    grid = (p.B * cdiv(p.points, config.block_p), cdiv(max(1, p.C), config.chunk), 1)
+    return Launch(grid, sizes, constants, config.num_warps)
+
+
+# ---- what must come out -----------------------------------------------------------------------------------------------------
+
+
+def _parts(p: Problem, input: Tensor, grid: Tensor):
+    """The input as the reference wants it, and slices of the points with their grids, one for each result."""
+    size, taps = (p.Z, p.H, p.W)[-p.dim :], TAPS[p.mode] ** p.dim
+    image = input.detach().reshape(p.inputs, p.C, *size).to(p.wide)
+    grids = grid.detach().reshape(p.grids, p.points, p.dim).to(p.wide).repeat_interleave(p.B // max(1, p.grids), 0)
+    step = max(1, (1 << 26) // max(1, p.B * p.C * taps))
+    parts = [slice(i, i + step) for i in range(0, p.points, step)]
+    return image, [(part, grids[:, part].reshape(p.B, *[1] * (p.dim - 1), -1, p.dim)) for part in parts]
+
+
+def expected_sample(p: Problem, input: Tensor, grid: Tensor, out: Tensor) -> dict[int, Tensor]:
+    from .reference import grid_sample
+
+    image, parts = _parts(p, input, grid)
+    found = torch.empty(p.B, p.C, p.points, dtype=p.wide, device=out.device)
+    for part, places in parts:
+        found[:, :, part] = grid_sample(image, places, MODES[p.mode], PADDINGS[p.padding], p.align).flatten(2)
+    return {2: found.view(out.shape)}
+
+
+def expected_gradients(p: Problem, grad: Tensor, input, grid: Tensor, d_input, d_grid) -> dict[int, Tensor]:
+    from .reference import grid_sample
+
+    size, device = (p.Z, p.H, p.W)[-p.dim :], grad.device
+    image, parts = _parts(p, torch.zeros(p.inputs, p.C, *size, device=device) if input is None else input, grid)
+    grad = grad.reshape(p.B, p.C, p.points).to(p.wide)
+    sums = torch.zeros_like(image, memory_format=torch.contiguous_format)
+    slopes = torch.zeros(p.B, p.points, p.dim, dtype=p.wide, device=device)
+    for part, places in parts:
+        image, places = image.detach().requires_grad_(), places.requires_grad_()
+        with torch.enable_grad():
+            value = grid_sample(image, places, MODES[p.mode], PADDINGS[p.padding], p.align)
+        found = torch.autograd.grad(value, [image, places], grad[:, :, part].reshape(value.shape), allow_unused=True)
+        sums += found[0]
+        if found[1] is not None:
+            slopes[:, part] = found[1].flatten(1, -2)
+    wanted = {
+        3: sums if d_input is None else sums.reshape(d_input.shape),
+        4: slopes if d_grid is None else slopes.view(d_grid.shape),
+    }
+    return {i: want for i, want in wanted.items() if (d_input, d_grid)[i - 3] is not None}
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------------------
+
+RUN_TIME = [
+    "C", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "I_B", "I_C", "I_Z", "I_Y", "I_X", "G_B", "G_P", "G_D",
+    "O_B", "O_C", "O_P", "D_B", "D_C", "D_Z", "D_Y", "D_X",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def _sample(
+    input,  # [B / INPUT_GROUP, C, Z, H, W]
+    grid,  # [B / GRID_GROUP, P, DIM]
+    out,  # [B, C, P]
+    C,
+    P,
+    Z,
+    H,
+    W,
+    INPUT_GROUP,  # results that share an input
+    GRID_GROUP,
+    I_B,
+    I_C,
+    I_Z,
+    I_Y,
+    I_X,
+    G_B,
+    G_P,
+    G_D,
+    O_B,
+    O_C,
+    O_P,
+    D_B,
+    D_C,
+    D_Z,
+    D_Y,
+    D_X,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LAST: tl.constexpr,  # channels of the input are neighbours
+    VECTOR: tl.constexpr,  # its other strides are multiples of this, and so is C
+    OUT_LAST: tl.constexpr,
+    OUT_ROW: tl.constexpr,  # pixels of the result are neighbours
+    OUT_VECTOR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    if LAST:
+        C, I_B = C // VECTOR * VECTOR, I_B // VECTOR * VECTOR  # tells the compiler what it cannot know
+        I_Z, I_Y, I_X = I_Z // VECTOR * VECTOR, I_Y // VECTOR * VECTOR, I_X // VECTOR * VECTOR
+    if OUT_LAST:
+        C = C // OUT_VECTOR * OUT_VECTOR
+    elif OUT_ROW:
+        P = P // OUT_VECTOR * OUT_VECTOR
+    O_B = O_B // OUT_VECTOR * OUT_VECTOR
+    blocks = tl.cdiv(P, BLOCK_P)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    p = (tl.program_id(0) % blocks).to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    in_p = p < P
+    ux = coordinate(grid, b, p, in_p, 0, GRID_GROUP, G_B, G_P, G_D, ACC)
+    uy = coordinate(grid, b, p, in_p, 1, GRID_GROUP, G_B, G_P, G_D, ACC)
+    xs, kx, wx, _sx = axis(ux, W, I_X, TAPS, PAD, ALIGN, OFFSET, False)
+    ys, ky, wy, _sy = axis(uy, H, I_Y, TAPS, PAD, ALIGN, OFFSET, False)
+    if DIM == 3:
+        uz = coordinate(grid, b, p, in_p, 2, GRID_GROUP, G_B, G_P, G_D, ACC)
+        zs, kz, wz, _sz = axis(uz, Z, I_Z, TAPS, PAD, ALIGN, OFFSET, False)
+    else:
+        zs, kz, wz, _sz = none(ux)
+    image = input + (b // INPUT_GROUP) * I_B
+    result = out + b * O_B
+    start = tl.program_id(1).to(OFFSET) * CHUNK
+    stop = tl.minimum(start + CHUNK, C)
+    for c0 in range(start, stop, BLOCK_C * TILES):
+        totals = ()  # loads of all tiles first: none waits for a store
+        for k in tl.static_range(TILES):
+            c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            here = image + (c if LAST else c * I_C)
+            in_c = c < stop
+            total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+            for z in tl.static_range(TAPS if DIM == 3 else 1):
+                for y in tl.static_range(TAPS):
+                    row = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+                    for x in tl.static_range(TAPS):
+                        v = tl.load(here + (zs[z] + ys[y] + xs[x]), mask=(kz[z] & ky[y] & kx[x]) & in_c, other=0)
+                        row += wx[x] * v.to(ACC)
+                    total += (wz[z] * wy[y]) * row
+            totals = totals + (total,)
+        for k in tl.static_range(TILES):
+            c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            to = tile(result, p, c, O_C, O_P, OUT_LAST, OUT_ROW, OUT_VECTOR)
+            tl.store(to, totals[k].to(out.dtype.element_ty), mask=in_p & (c < stop))
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def _gradients(
+    grad,  # [B, C, P]
+    input,  # [B / INPUT_GROUP, C, Z, H, W]
+    grid,  # [B / GRID_GROUP, P, DIM]
+    d_input,  # like the input; None where nobody asked
+    d_grid,  # [B, P, DIM]
+    C,
+    P,
+    Z,
+    H,
+    W,
+    INPUT_GROUP,
+    GRID_GROUP,
+    I_B,
+    I_C,
+    I_Z,
+    I_Y,
+    I_X,
+    G_B,
+    G_P,
+    G_D,
+    O_B,
+    O_C,
+    O_P,
+    D_B,
+    D_C,
+    D_Z,
+    D_Y,
+    D_X,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LAST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    OUT_LAST: tl.constexpr,
+    OUT_ROW: tl.constexpr,
+    OUT_VECTOR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    SLICES: tl.constexpr = TAPS if DIM == 3 else 1
+    if LAST:
+        C, I_B, D_B = C // VECTOR * VECTOR, I_B // VECTOR * VECTOR, D_B // VECTOR * VECTOR
+        I_Z, I_Y, I_X = I_Z // VECTOR * VECTOR, I_Y // VECTOR * VECTOR, I_X // VECTOR * VECTOR
+        D_Z, D_Y, D_X = D_Z // VECTOR * VECTOR, D_Y // VECTOR * VECTOR, D_X // VECTOR * VECTOR
+    if OUT_LAST:
+        C = C // OUT_VECTOR * OUT_VECTOR
+    elif OUT_ROW:
+        P = P // OUT_VECTOR * OUT_VECTOR
+    O_B = O_B // OUT_VECTOR * OUT_VECTOR
+    blocks = tl.cdiv(P, BLOCK_P)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    p = (tl.program_id(0) % blocks).to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    in_p = p < P
+    WANTS: tl.constexpr = d_grid is not None
+    ux = coordinate(grid, b, p, in_p, 0, GRID_GROUP, G_B, G_P, G_D, ACC)
+    uy = coordinate(grid, b, p, in_p, 1, GRID_GROUP, G_B, G_P, G_D, ACC)
+    xs, kx, wx, sx = axis(ux, W, 1, TAPS, PAD, ALIGN, OFFSET, WANTS)
+    ys, ky, wy, sy = axis(uy, H, 1, TAPS, PAD, ALIGN, OFFSET, WANTS)
+    if DIM == 3:
+        uz = coordinate(grid, b, p, in_p, 2, GRID_GROUP, G_B, G_P, G_D, ACC)
+        zs, kz, wz, sz = axis(uz, Z, 1, TAPS, PAD, ALIGN, OFFSET, WANTS)
+    else:
+        zs, kz, wz, sz = none(ux)
+    base = grad + b * O_B
+    if d_grid is not None:
+        image = input + (b // INPUT_GROUP) * I_B
+    if d_input is not None:
+        d_image = d_input + (b // INPUT_GROUP) * D_B
+    dots = ()  # of the result's gradient and the pixels of each tap, channel by channel of the tile
+    if d_grid is not None:
+        for _ in tl.static_range(SLICES * TAPS * TAPS):
+            dots = dots + (tl.zeros([BLOCK_P, BLOCK_C], ACC),)
+    start = tl.program_id(1).to(OFFSET) * CHUNK
+    stop = tl.minimum(start + CHUNK, C)
+    for c0 in range(start, stop, BLOCK_C * TILES):
+        gs = ()
+        for k in tl.static_range(TILES):
+            c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            in_c = c < stop
+            g = tl.load(tile(base, p, c, O_C, O_P, OUT_LAST, OUT_ROW, OUT_VECTOR), mask=in_p & in_c, other=0).to(ACC)
+            gs = gs + (g,)
+            if d_grid is not None:
+                sums = ()
+                for z in tl.static_range(SLICES):
+                    for y in tl.static_range(TAPS):
+                        for x in tl.static_range(TAPS):
+                            there = (kz[z] & ky[y] & kx[x]) & in_c
+                            at = image + (zs[z] * I_Z + ys[y] * I_Y + xs[x] * I_X) + (c if LAST else c * I_C)
+                            if not LAST and BLOCK_C > 1:
+                                at = tl.max_contiguous(at, [BLOCK_P, 1])  # so that threads side by side have pixels side by side
+                            v = tl.load(at, mask=there, other=0).to(ACC)
+                            sums = sums + (dots[(z * TAPS + y) * TAPS + x] + g * v,)
+                dots = sums
+        if d_input is not None:
+            for k in tl.static_range(TILES):
+                c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+                in_c = c < stop
+                for z in tl.static_range(SLICES):
+                    for y in tl.static_range(TAPS):
+                        for x in tl.static_range(TAPS):
+                            there = (kz[z] & ky[y] & kx[x]) & in_c
+                            at = d_image + (zs[z] * D_Z + ys[y] * D_Y + xs[x] * D_X) + (c if LAST else c * D_C)
+                            if not LAST and BLOCK_C > 1:
+                                at = tl.max_contiguous(at, [BLOCK_P, 1])
+                            tl.atomic_add(at, gs[k] * (wz[z] * wy[y] * wx[x]), mask=there, sem="relaxed")
+    if d_grid is not None:
+        gx = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+        gy = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+        gz = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+        for z in tl.static_range(SLICES):
+            for y in tl.static_range(TAPS):
+                for x in tl.static_range(TAPS):
+                    dot = dots[(z * TAPS + y) * TAPS + x]
+                    gx += (wz[z] * wy[y] * sx[x]) * dot
+                    gy += (wz[z] * sy[y] * wx[x]) * dot
+                    if DIM == 3:
+                        gz += (sz[z] * wy[y] * wx[x]) * dot
+        live = any_of(kx) & any_of(ky) & any_of(kz)
+        to = d_grid + (b * P + p) * DIM
+        tl.store(to, over_channels(gx, live).to(d_grid.dtype.element_ty), mask=in_p)
+        tl.store(to + 1, over_channels(gy, live).to(d_grid.dtype.element_ty), mask=in_p)
+        if DIM == 3:
+            tl.store(to + 2, over_channels(gz, live).to(d_grid.dtype.element_ty), mask=in_p)
+
+
+sample = jit.kernel(
+    _sample,
+    "grid.sample",
+    default=sample_config,
+    candidates=lambda p: candidate_configs(sample_config(p), p),
+    launch=launch,
+    sizes=SIZES,
+    batch=BATCH,
+    writes=(2,),
+    fits=fits,
+    expected=expected_sample,
+)
+gradients = jit.kernel(
+    _gradients,
+    "grid.sample_gradients",
+    default=gradients_config,
+    candidates=lambda p: candidate_configs(gradients_config(p), p),
+    launch=launch,
+    sizes=SIZES,
+    batch=BATCH,
+    writes=(3, 4),
+    adds=(3,),
+    fits=fits,
+    expected=expected_gradients,
+)
