@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 if find_spec("triton"):
     from sonde.grid import _gpu_form
 
-    _gpu_form.FEW = 300  # taps: so that some of the small cases read planes where they lie and others convert them
+    _gpu_form.FEW = 200  # taps: so that some of the small cases read planes where they lie and others convert them
 
 try:
     from hypothesis import HealthCheck, settings

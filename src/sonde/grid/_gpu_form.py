@@ -27,7 +27,7 @@ from ._gpu_form_segments import SEGMENTS, Sizes, images_gradient, workspace
 from ._gpu_layout import empty_pixels, pixel_stride, to_pixels, to_planes, transpose
 from ._reference import accumulator
 
-FEW = 1 << 18  # taps up to which planes are read where they lie: to convert them would take longer
+FEW = 1 << 14  # taps of an image up to which planes are read where they lie: to convert them would take longer
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 OPERANDS = ("images", "samples", "coef", "rows", "depths")
 Layout = Literal["pixels", "planes", "padded"]  # channels next to each other; apart; next to each other in a copy of ours
@@ -84,7 +84,7 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     wide = accumulator(*T)
     by_segments = deterministic and "images" in wants
 
-    few = max(FEW, B * C * H * W // 16) >= B * Q * D * C
+    few = max(FEW, C * H * W // 16) >= Q * D * C  # whatever the batch: another layout may add in another order
     layout: Layout = "planes" if few else "padded"
     d_layout: Layout = "padded" if by_segments else layout
     if images.permute(0, 2, 3, 1).is_contiguous():

@@ -64,8 +64,8 @@ def form_config(p: Problem) -> Config:
 
 
 def rows_config(p: Problem) -> Config:
-    """Two warps with all tiles in flight; where queries are too few to fill the device, one warp with two."""
-    block_d, few = min(4, power_of_2(p.D)), p.B * p.Q < 8192
+    """Two warps with all tiles in flight; where queries are too few to fill the device, one warp with two. Whatever the batch."""
+    block_d, few = min(4, power_of_2(p.D)), p.Q < 2048
     return Config(2 * (4 // block_d), block_d, min(2 if few else 5, _tiles(p)), 1 if few else 2)
 
 
