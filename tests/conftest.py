@@ -67,6 +67,14 @@ def target(request) -> Target:
     return Target(request.param)
 
 
+@pytest.fixture(params=["reference", "triton", "numba"])
+def impl(request) -> Target:
+    """The definition, too, where a test has a truth of its own."""
+    if request.param != "reference":
+        pytest.importorskip(request.param)
+    return Target(request.param)
+
+
 @pytest.fixture
 def triton_target() -> Target:
     pytest.importorskip("triton")

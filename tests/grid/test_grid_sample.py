@@ -46,13 +46,6 @@ every_combination = pytest.mark.parametrize(("dim", "mode", "padding", "align"),
 CORNERS = [-1.0, 1.0, 0.0, -0.5, 0.5, -0.75, 0.25, 1.25, -1.5, 1.5, -2.0, 3.0]  # borders, pixel centres and ties of small sizes
 
 
-@pytest.fixture(params=["reference", "triton", "numba"])
-def impl(request) -> Target:
-    if request.param != "reference":
-        pytest.importorskip(request.param)
-    return Target(request.param)
-
-
 def call(target: Target):
     return OPERATOR.call(target)
 

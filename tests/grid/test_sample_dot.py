@@ -16,13 +16,6 @@ OPERATOR = Operator.find("grid.sample_dot")
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3, octaves=2)
 
 
-@pytest.fixture(params=["reference", "triton", "numba"])
-def impl(request) -> Target:
-    if request.param != "reference":
-        pytest.importorskip(request.param)
-    return Target(request.param)
-
-
 def call(target: Target):
     return OPERATOR.call(target)
 

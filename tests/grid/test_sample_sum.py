@@ -14,13 +14,6 @@ OPERATOR = Operator.find("grid.sample_sum")
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3)
 
 
-@pytest.fixture(params=["reference", "triton", "numba"])
-def impl(request) -> Target:
-    if request.param != "reference":
-        pytest.importorskip(request.param)
-    return Target(request.param)
-
-
 def call(target: Target):
     return OPERATOR.call(target)
 
@@ -238,7 +231,7 @@ def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
     images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)
     want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
     monkeypatch.setattr(segments, "ROOM", 0)
-    assert segments.batch_chunk(segments.Sizes(3, 2, 3, 20, 2, C, C, 1, 0, torch.float32)) < 3
+    assert segments.batch_chunk(segments.Problem(3, 2, 3, 20, 2, C, C, C, 1, 0, torch.float32, False, True)) < 3
     with deterministic(), poisoned():
         got = images_gradient(call(triton_target), images, samples, weights)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     with console.progress(len(tasks)) as advance:
         for done in release.build(tasks, folder, options.workers or settings.current().num_workers):
             built.append(done)
-            advance(f"{done.task.package.rsplit('.', 1)[1]} {done.task.case} {done.task.dtype} {done.task.arch}")
+            advance(f"{done.task.operator} {done.task.case} {done.task.dtype} {done.task.arch}")
     rows = [
         (name, arch, str(sum(len(b.entries) for b in group)), str(sum(b.cause is not None for b in group)))
         for name, arch, group in _groups(built)
@@ -94,5 +94,5 @@ def plan(options: argparse.Namespace) -> list:
 
 
 def _groups(built: list) -> list[tuple[str, str, list]]:
-    keys = sorted({(b.task.package.rsplit(".", 1)[1], b.task.arch) for b in built})
-    return [(n, a, [b for b in built if (b.task.package.rsplit(".", 1)[1], b.task.arch) == (n, a)]) for n, a in keys]
+    keys = sorted({(b.task.operator, b.task.arch) for b in built})
+    return [(n, a, [b for b in built if (b.task.operator, b.task.arch) == (n, a)]) for n, a in keys]

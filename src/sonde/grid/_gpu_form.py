@@ -20,10 +20,11 @@ from torch import Tensor
 
 from .. import jit
 from ..jit.kernel import dtypes_of
+from ..op.cache import remember
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
-from ._gpu_form_segments import SEGMENTS, Sizes, images_gradient, workspace
+from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
 from ._gpu_layout import empty_pixels, pixel_stride, to_pixels, to_planes, transpose
 from ._reference import accumulator
 
@@ -68,9 +69,7 @@ def derivatives(
     key = (wants, octaves, dtype, deterministic, FEW, FORCE_INT64, images.get_device(), jit.state(), *kinds)
     found = _passes.get(key)
     if found is None:
-        if len(_passes) >= 4096:  # sizes that change with every call must not fill the memory
-            _passes.clear()
-        found = _passes[key] = prepare(wants, T, octaves, dtype, deterministic)
+        found = remember(_passes, key, prepare(wants, T, octaves, dtype, deterministic))
     return _run(found, T)
 
 
@@ -135,7 +134,7 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
         step(T)
     if this.segments:
         T[0] = None  # read no more: make room
-        images_gradient(_sizes(this.problem), *T[1:6])
+        images_gradient(this.problem, *T[1:6])
     if this.finish:
         T[:5] = [None] * 5  # copies of other operands, too
         T[5] = this.finish(T[5], images.dtype)
@@ -148,10 +147,6 @@ def _gradient(this: Pass, images: Tensor) -> Tensor:
         return empty_pixels(images.shape, this.problem.wide, images.device, zero=not this.segments)
     make = torch.empty_like if this.segments else torch.zeros_like
     return make(images, dtype=this.problem.wide, memory_format=memory_format(images, True))
-
-
-def _sizes(p: Problem) -> Sizes:
-    return Sizes(p.B, p.H, p.W, p.Q, p.D, p.C, p.d_stride, p.heads, p.octaves, p.wide)
 
 
 def plan(
@@ -187,7 +182,7 @@ def plan(
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
         found.append(kernel(step.kernel.title, writes, promise, room, str(config), *about))
     if this.segments:  # which need the images no more
-        room = sum(sizes[i] for i in this.copies if i) + workspace(_sizes(this.problem))
+        room = sum(sizes[i] for i in this.copies if i) + workspace(this.problem)
         *others, last = SEGMENTS
         found += [kernel(name, [], Determinism.RUN_TO_RUN, room) for name in others]
         found.append(kernel(last, [names["images"]], Determinism.RUN_TO_RUN, room))

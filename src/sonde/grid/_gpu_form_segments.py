@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..op.gpu import accumulator, cdiv, launch
+from ._gpu_form_kernels import Problem
 from ._gpu_segments import BLOCK, BLOCK_C, gather, index_bytes, pieces, segments, sorting_bytes
 from ._gpu_taps import fetch, locate, octave, wave
 
@@ -19,22 +18,7 @@ BLOCK_N = 4  # samples of a piece that are in flight together
 ROOM = 1 << 26  # bytes that the workspace may always take; more only where the images are larger than that
 
 
-class Sizes(NamedTuple):
-    """Of the samples, of the images, and of one form: what is added is Σ_h coef[h] · rows[h], and an encoding of the depth."""
-
-    B: int
-    H: int
-    W: int
-    Q: int
-    D: int
-    C: int
-    stride: int  # of the gradient, from pixel to pixel
-    heads: int
-    octaves: int
-    wide: torch.dtype
-
-
-def images_gradient(n: Sizes, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
+def images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
     """∂T/∂images into `out` ``[B, C, H, W]``, every element of which is written."""
     chunk = batch_chunk(n)
     for b in range(0, n.B, chunk):
@@ -42,31 +26,31 @@ def images_gradient(n: Sizes, samples: Tensor, coef: Tensor, rows: Tensor, depth
         _images_gradient(n._replace(B=min(chunk, n.B - b)), *part)  # type: ignore[arg-type]
 
 
-def batch_chunk(n: Sizes) -> int:
+def batch_chunk(n: Problem) -> int:
     """Images that are worked on at a time, so that the workspace stays within its room."""
     room = max(ROOM, n.B * n.C * n.H * n.W * n.wide.itemsize)
     return max(1, min(n.B, room * n.B // max(1, _bytes(n))))
 
 
-def workspace(n: Sizes) -> int:
+def workspace(n: Problem) -> int:
     """Bytes in use beside the result."""
     return _bytes(n._replace(B=min(n.B, batch_chunk(n))))
 
 
-def _bytes(n: Sizes) -> int:
+def _bytes(n: Problem) -> int:
     N, cells = n.B * n.Q * n.D, _cells(n)
     return max(sorting_bytes(N), index_bytes(N, cells) + pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize)
 
 
-def _cells(n: Sizes) -> int:
+def _cells(n: Problem) -> int:
     return n.B * (n.H + 1) * (n.W + 1)
 
 
-def _tile(n: Sizes) -> int:
+def _tile(n: Problem) -> int:
     return min(TILES, cdiv(n.C, BLOCK_C)) * BLOCK_C
 
 
-def _images_gradient(n: Sizes, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
+def _images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
     B, H, W, Q, D, C = n[:6]
     N, last = B * Q * D, _cells(n)
     if not N or not out.numel():
@@ -79,7 +63,7 @@ def _images_gradient(n: Sizes, samples: Tensor, coef: Tensor, rows: Tensor, dept
 
     P, tile = pieces(N, last), _tile(n)
     sums = torch.empty(P, 4, tile, dtype=n.wide, device=samples.device)
-    pixels = out.as_strided((B, H, W, C), (H * W * n.stride, W * n.stride, n.stride, 1))
+    pixels = out.as_strided((B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1))
     for c0 in range(0, C, tile):
         launch(
             _sums, (samples, coef, rows, depths, of.order, of.first, of.begin, sums), (P, 1, 1), (H, W, Q, D, last),

@@ -40,13 +40,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..op.cache import remember
 from . import settings, winners
 from .policies import PickBest, PickFixed, PickStored
 from .store import Key, open_store
 
 logger = logging.getLogger("sonde")
 WAIT_S = 600.0  # a process that finds another one tuning waits this long for its winner
-REMEMBERED = 4096  # sizes that change with every call must not fill the memory
 
 
 class Unsupported(ValueError):
@@ -94,9 +94,7 @@ class Tunable:
         key = (problem, winners.state(), tensors[0].get_device(), *kinds)  # type: ignore[union-attr]
         start = self._bound.get(key)
         if start is None:
-            if len(self._bound) >= REMEMBERED:
-                self._bound.clear()
-            start = self._bound[key] = self.bind(problem, tensors)
+            start = remember(self._bound, key, self.bind(problem, tensors))
         start(*tensors)
 
     def bind(self, problem: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:

@@ -61,6 +61,10 @@ class Task(NamedTuple):
     arch: str  # as in sm_90
     device: str = ""  # whose shipped winners are built
 
+    @property
+    def operator(self) -> str:
+        return self.package.rpartition(".")[2]
+
 
 class Built(NamedTuple):
     task: Task

@@ -19,11 +19,11 @@ from torch.autograd import forward_ad
 
 from ..jit import settings
 from . import plan
+from .cache import remember
 
 NAMESPACE = "sonde"
 KERNELS = {"triton": "gpu", "numba": "cpu"}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list}
-_REMEMBERED = 4096  # accepted kinds of arguments; sizes that change with every call must not fill the memory
 
 
 def operator(
@@ -241,7 +241,7 @@ def operator(
     for op in (forward_op, backward_op):
         torch.library.register_vmap(op, lambda info, in_dims, *args, op=op: _fold(info, in_dims, args, op))
 
-    accepted: set[tuple] = set()
+    accepted: dict[tuple, bool] = {}
 
     def accept(args: tuple) -> None:
         """Check, unless arguments of this very kind were accepted before."""
@@ -253,9 +253,7 @@ def operator(
             check(*args)
             return
         check(*args)
-        if len(accepted) >= _REMEMBERED:
-            accepted.clear()
-        accepted.add(kind)
+        remember(accepted, kind, True)
 
     def call(*args, impl: str):
         if torch.compiler.is_compiling():

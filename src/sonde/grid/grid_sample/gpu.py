@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import jit
 from ...jit.kernel import dtypes_of
+from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._gpu_axes_segments import input_gradient, launches, workspace
@@ -51,11 +52,7 @@ _passes: dict[tuple, Any] = {}
 
 def _remembered(key: tuple, prepare, *args):
     found = _passes.get(key)
-    if found is None:
-        if len(_passes) >= 4096:  # sizes that change with every call must not fill the memory
-            _passes.clear()
-        found = _passes[key] = prepare(*args)
-    return found
+    return remember(_passes, key, prepare(*args)) if found is None else found
 
 
 def _kind(t: Tensor) -> tuple:
