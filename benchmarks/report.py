@@ -101,6 +101,10 @@ def markdown(records: list[dict], full: bool) -> str:
             head.append("faster")
             for row, r in zip(cells, records):
                 row += [pair(r, phase, kind), f"**{times(ratio(r, 'eager', phase, kind))}**"]
+    if full and gpu:
+        head.append("forward + backward ms, device, deterministic")
+        for row, r in zip(cells, records):
+            row.append(number(r.get("deterministic_ms")))
     head.append("peak MiB: sonde / eager")
     head.append("worst error")
     for row, r in zip(cells, records):

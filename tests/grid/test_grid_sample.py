@@ -253,26 +253,64 @@ def test_deterministic_mode(triton_target, dim, mode, padding, align):
         plan = sonde.explain(call(triton_target), *leaves(args))
         if not triton_target.interpreted:  # which runs in order anyway
             assert same_bits(*(value_and_grads(call(triton_target), args)[1] for _ in range(2)))
-    assert "_gather" in {k.name for k in plan.kernels}
+    assert "_largest" in {k.name for k in plan.kernels}
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_crowded_cells(triton_target, mode):
-    """A cell with more samples than a piece of a segment, beside cells with one or none: every sum is complete."""
+    """A cell with many samples, beside cells with one or none: every sum is complete."""
     args = list(make(triton_target, B=1, C=2, Q=2, D=40, mode=mode, padding="border"))
     args[1][:, :, 5:] = args[1].new_tensor([0.1, 0.2])
     with deterministic(), poisoned():
         compare(call(triton_target), args)
 
 
-def test_deterministic_mode_in_several_rounds(triton_target, monkeypatch):
-    """Where the workspace has no room for the whole batch, or for all channels, nothing is lost."""
-    segments = pytest.importorskip("sonde.grid._gpu_axes_segments")
-    monkeypatch.setattr(segments, "ROOM", 0)
-    monkeypatch.setattr(segments, "TILES", 1)
-    args = make(triton_target, B=2, C=35, H=2, W=3, Q=2, D=2)
-    with deterministic(), poisoned():
-        compare(call(triton_target), args)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("C", [3, 16])
+def test_gradients_that_are_not_finite(triton_target, dtype, C):
+    """In fixed point as elsewhere: they reach the pixels that they touch, infinite or NaN, and no other."""
+    input = torch.zeros(2, C, 4, 4, dtype=dtype, device=triton_target.device)
+    places = torch.tensor([[-0.75, -0.75], [0.25, -0.7], [0.25, -0.7], [0.25, 0.75], [0.75, 0.75]], device=triton_target.device)
+    grad = torch.ones(2, C, 1, 5, dtype=dtype, device=triton_target.device)
+    grad[0, 1, 0] = torch.tensor([torch.inf, torch.inf, -torch.inf, -torch.inf, 2])
+    grad[1, 2, 0, 4] = torch.nan
+    args = input, places.expand(2, 1, 5, 2), "bilinear", "zeros", False
+    with deterministic():
+        _, (got, _) = value_and_grads(call(triton_target), args, [grad])
+    _, (want, _) = value_and_grads(call("reference"), args, [grad])
+    assert (want.isinf().any(), want.isnan().any()) == (True, True)
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", ["largest", "smallest", "apart"])
+def test_gradients_of_any_size(triton_target, dtype, size):
+    """Fixed point has a unit of its own for each image, so that neither the largest numbers overflow nor the smallest vanish."""
+    args = make(triton_target, B=2, C=3, Q=4, D=5, dtype=dtype)
+    info = torch.finfo(dtype)
+    scale = dict(largest=(info.max / 64, info.max / 64), smallest=(64 * info.tiny, 64 * info.tiny), apart=(info.max / 64, 1.0))[
+        size
+    ]
+    grad = torch.linspace(-1, 1, 120, dtype=dtype, device=triton_target.device).view(2, 3, 4, 5)
+    grad *= grad.new_tensor(scale).view(2, 1, 1, 1)
+    with deterministic():
+        _, (got, _) = value_and_grads(call(triton_target), args, [grad])
+    _, (want, _) = value_and_grads(call("reference"), args, [grad])
+    for a, b, unit in zip(got, want, scale):
+        torch.testing.assert_close(a / unit, b / unit, rtol=0, atol=8 * info.eps)
+
+
+def test_fixed_point_is_finer_than_float32(triton_target):
+    """What float32 loses beside a larger sum comes out: the plan's claim that integers are added."""
+    input = torch.zeros(1, 1, 2, 2, device=triton_target.device)
+    grid = torch.full((1, 1, 3, 2), -0.5, device=triton_target.device)
+    grad = torch.tensor([2.0**30, 1.0, -(2.0**30)], device=triton_target.device).view(1, 1, 1, 3)
+    args = input, grid, "bilinear", "zeros", False
+    with deterministic():
+        plan = sonde.explain(call(triton_target), *leaves(args))
+        _, (got, _) = value_and_grads(call(triton_target), args, [grad])
+    assert [k.accumulator for k in plan.kernels if "input" in k.writes] == [torch.int64]
+    assert got.flatten().tolist() == [1, 0, 0, 0]
 
 
 def test_plan_of_every_mode(target):

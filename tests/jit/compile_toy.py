@@ -57,7 +57,7 @@ def main(backend: str, arch: str, cache: str) -> None:
             used = []
             for factor in (5, 7):
                 list(precompile(SCALE, problem._replace(factor=factor), good[:1], tensors, 2, 60))
-                used.append([worker._process.pid for worker in workers._kept])
+                used.append([worker._process.pid for worker in workers._kept[workers._start_compiler]])
         report["kept"] = used
         report["kept on"] = [
             pid for pid in used[0] if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text()

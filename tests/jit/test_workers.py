@@ -16,7 +16,7 @@ from toy import TOY, Config, Problem, Toy
 
 from sonde.jit.bench import relative_error
 from sonde.jit.search import best, search
-from sonde.jit.workers import InProcess, Trials, precompile, trials
+from sonde.jit.workers import InProcess, Trials, keep, precompile, trials
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -122,8 +122,8 @@ def test_a_spoilt_process_is_replaced():
     class Spoilt:
         stopped = 0
 
-        def ask(self, *args):
-            return (), "an illegal memory access", None, False
+        def ask(self, question, *args):
+            return "" if question[0] == "case" else ((), "an illegal memory access", None, False)
 
         def stop(self):
             self.stopped += 1
@@ -133,6 +133,20 @@ def test_a_spoilt_process_is_replaced():
     bench._worker = Spoilt()
     assert bench.trial(Config("right"), None, 30).cause == "an illegal memory access"
     assert bench._worker.stopped == 1
+
+
+def test_a_kept_process_serves_the_next_search():
+    """It takes the next problem without starting again; one that owes an answer is not kept."""
+    seen = []
+    with keep():
+        for factor in (2.0, 3.0):
+            bench = Trials(TOY, Problem(factor), make_tensors())
+            assert bench.trial(Config("right"), None, 30).cause is None
+            seen.append(bench._worker._process.pid)
+            bench._idle = factor == 2.0
+            bench.close()
+        assert bench._worker._process is None
+    assert seen[0] == seen[1]
 
 
 def test_what_cannot_start_is_tried_once():

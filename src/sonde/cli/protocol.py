@@ -96,6 +96,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
             figures[name][phase] = {"call_ms": ms}
             if device.type == "cuda":
                 figures[name][phase] |= timing.graph_ms(calls[name], SECONDS, flush)
+    deterministic = _deterministic_ms(phases) if device.type == "cuda" and job.backward else None
 
     begin(f"{job}: weighing")
     for phase, calls in phases.items():
@@ -118,6 +119,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
         wrong=str(verdict) or None,
         figures=figures,
         speedup=None if verdict.wrong else _speedups(figures),
+        deterministic_ms=deterministic,
     )
     begin(f"{job}: floor and host cost")
     if extras:
@@ -137,6 +139,15 @@ def _baseline(job: Job, name: str) -> Callable:
 def _forward(call: Callable, args: Sequence) -> Tensor:
     with torch.no_grad():
         return call(*args)
+
+
+def _deterministic_ms(phases: Mapping) -> float:
+    """Device time of forward and backward under ``torch.use_deterministic_algorithms``."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return timing.graph_ms(phases["forward_backward"]["sonde"], SECONDS)["graph_ms"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _speedups(figures: Mapping) -> dict:

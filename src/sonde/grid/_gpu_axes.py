@@ -26,7 +26,17 @@ def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDE
     else:
         x = (tl.minimum((u + 1) * N, 1e30) - 1) * 0.5
         slope = tl.zeros_like(u) + 0.5 * N
-    if PAD == 2:
+    if PAD == 2 and TAPS == 4:  # its taps are folded one by one, so that positions are whole periods apart, exactly
+        period = tl.maximum(2 * N - 2, 1) if ALIGN else tl.maximum(2 * N, 1)
+        live = live & (tl.abs(x) < FAR)
+        x = tl.where(live, x, 0)
+        whole = tl.floor(x)
+        i = whole.to(tl.int32) % period
+        i = tl.where(i < 0, i + period, i)
+        x = i.to(u.dtype) + (x - whole)
+        slope = tl.where(i < N, slope, -slope)
+        x = tl.where(i < N, x, (period if ALIGN else period - 1) - x)
+    elif PAD == 2:
         LOW: tl.constexpr = 0.0 if ALIGN else -0.5
         span = tl.maximum(N - 1, 1) if ALIGN else tl.maximum(N, 1)
         a = tl.abs(x - LOW)

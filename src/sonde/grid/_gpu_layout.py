@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..op.gpu import Launch, cdiv
+from ._gpu_fixed import value
 
 
 def pixel_stride(C: int, itemsize: int) -> int:
@@ -40,16 +41,18 @@ def to_pixels(images: Tensor) -> Tensor:
     B, C, H, W = images.shape
     out = empty_pixels((B, C, H, W), images.dtype, images.device)
     stride = pixel_stride(C, images.element_size())
-    transpose(Transpose(B, C, H * W, H * W, stride, images.dtype, images.dtype), images, out)
+    transpose(Transpose(B, C, H * W, H * W, stride, images.dtype, images.dtype), images, out, None, None)
     return out
 
 
-def to_planes(pixels: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy of padded pixels in another dtype."""
+def to_planes(
+    pixels: Tensor, dtype: torch.dtype, low: Tensor | None = None, largest: Tensor | None = None, digits: int = 0
+) -> Tensor:
+    """A contiguous copy of padded pixels in another dtype; with `largest`, of sums in fixed point."""
     B, C, H, W = pixels.shape
     out = torch.empty(B, C, H, W, dtype=dtype, device=pixels.device)
     stride = pixel_stride(C, pixels.element_size())
-    transpose(Transpose(B, H * W, C, stride, H * W, pixels.dtype, dtype), pixels, out)
+    transpose(Transpose(B, H * W, C, stride, H * W, pixels.dtype, dtype, digits), pixels, out, low, largest)
     return out
 
 
@@ -63,6 +66,7 @@ class Transpose(NamedTuple):
     to_row: int
     source: torch.dtype
     to: torch.dtype
+    digits: int = 0
 
 
 class Config(NamedTuple):
@@ -77,17 +81,20 @@ def default_config(problem: Transpose) -> Config:
 def launch(p: Transpose, config: Config) -> Launch:
     grid = (p.B * cdiv(p.M, config.block) * cdiv(p.N, config.block), 1, 1)
     aligned = (4 if (p.N | p.from_row) % 4 == 0 else 1, 4 if (p.M | p.to_row) % 4 == 0 else 1)
-    return Launch(grid, (p.M, p.N, p.from_row, p.to_row), (*aligned, config.block), config.num_warps)
+    return Launch(grid, (p.M, p.N, p.from_row, p.to_row, p.digits), (*aligned, config.block), config.num_warps)
 
 
-@triton.jit(do_not_specialize=["M", "N", "FROM_ROW", "TO_ROW"])
+@triton.jit(do_not_specialize=["M", "N", "FROM_ROW", "TO_ROW", "DIGITS"])
 def _transpose(
     source,  # [B, M, N], rows FROM_ROW apart
     out,  # [B, N, M], rows TO_ROW apart
+    low,  # like the source, where that has sums in fixed point
+    largest,  # [B + 1]
     M,
     N,
     FROM_ROW,
     TO_ROW,
+    DIGITS,
     IN: tl.constexpr,  # N and FROM_ROW are multiples of it
     OUT: tl.constexpr,  # M and TO_ROW are
     BLOCK: tl.constexpr,
@@ -100,7 +107,10 @@ def _transpose(
     m = tile // across % down * BLOCK + tl.arange(0, BLOCK)
     n = tile % across * BLOCK + tl.arange(0, BLOCK)
     inside = (m < M)[:, None] & (n < N)[None]
-    x = tl.load(source + (b * M + m[:, None]) * FROM_ROW + n[None], mask=inside)
+    at = (b * M + m[:, None]) * FROM_ROW + n[None]
+    x = tl.load(source + at, mask=inside)
+    if largest is not None:
+        x = value(x, None if low is None else tl.load(low + at, mask=inside), tl.load(largest + b), DIGITS)
     tl.store(out + (b * N + n[:, None]) * TO_ROW + m[None], tl.trans(x).to(out.dtype.element_ty), mask=tl.trans(inside))
 
 

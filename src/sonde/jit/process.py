@@ -33,15 +33,18 @@ class Worker:
     A lost one is replaced when there is another question; one that cannot start is not tried again.
     """
 
-    def __init__(self, role: Callable, about: tuple, env: dict[str, str], *files: int) -> None:
+    def __init__(self, role: Callable, about: tuple, env: dict[str, str]) -> None:
+        self.role = role
         self._hello = pickle.dumps((role, about))
-        self._env, self._files = env, files
+        self._env = env
         self._lock = threading.Lock()  # between starting and killing
         self._killed = False
         self._process: subprocess.Popen | None = None
         self._broken: str | None = None
 
     def start(self) -> None:
+        if self._process is not None:
+            return
         path = [os.fspath(entry) for entry in sys.path]
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -55,7 +58,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=(theirs.fileno(), *self._files),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is its caller's, and what it starts can be killed with it
             )
         self._ready, self._mark = False, 0
@@ -65,8 +68,7 @@ class Worker:
         """The answer; `doing` and `who` name what takes place in the text of :class:`Lost`."""
         if self._broken:
             raise Lost(self._broken)
-        if self._process is None:
-            self.start()
+        self.start()
         if not self._ready:
             try:
                 self._broken = self._answer(START_LIMIT_S, "the start of a process", "a process that started")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .bench import Bench, Layout, copies, spans
-from .process import Lost, Worker, describe
+from .process import START_LIMIT_S, Lost, Worker, describe
 from .timing import Trial
 
 
@@ -44,7 +44,7 @@ def precompile(
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16, t.untyped_storage().nbytes()) for t in tensors]
     about = kernel.module, kernel.attribute, problem, kinds
     role = _start_compiler, ((target.backend, target.arch, target.warp_size),), _environment(kernel)
-    workers = [_kept.pop() if _kept else Worker(*role) for _ in range(max(1, min(num_workers, len(configs))))]
+    workers = [_kept_or_new(*role) for _ in range(max(1, min(num_workers, len(configs))))]
     tasks, results = deque(configs), SimpleQueue[Any]()
     threads = [threading.Thread(target=_feed, args=(w, about, tasks, results, limit_s), daemon=True) for w in workers]
     finished = False
@@ -59,36 +59,46 @@ def precompile(
         finished = True
     finally:
         tasks.clear()
-        keep = finished and _kept is not None
-        for worker in workers if not keep else ():
+        for worker in workers if not finished else ():
             worker.kill()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
         for worker in workers:
-            if keep and _kept is not None:
-                _kept.append(worker)
-            else:
-                worker.close()
+            _keep_or_close(worker, finished)
 
 
-_kept: list[Worker] | None = None
+_kept: dict[Callable, list[Worker]] | None = None  # by role
 
 
 @contextmanager
 def keep() -> Iterator[None]:
-    """Processes that compile stay for the next search, as long as this lasts: each takes seconds to start."""
+    """Processes stay for the next search, as long as this lasts: each takes seconds to start."""
     global _kept
     if _kept is not None:
         yield
         return
-    _kept = []
+    _kept = {}
     try:
         yield
     finally:
         kept, _kept = _kept, None
-        for worker in kept:
-            worker.close()
+        for workers in kept.values():
+            for worker in workers:
+                worker.close()
+
+
+def _kept_or_new(role: Callable, *about: Any) -> Worker:
+    waiting = (_kept or {}).get(role)
+    return waiting.pop() if waiting else Worker(role, *about)
+
+
+def _keep_or_close(worker: Worker, idle: bool) -> None:
+    """One that still owes an answer is of no use to the next."""
+    if idle and _kept is not None:
+        _kept.setdefault(worker.role, []).append(worker)
+    else:
+        worker.close()
 
 
 def _feed(worker: Worker, about: tuple, tasks: deque, results: SimpleQueue, limit_s: float) -> None:
@@ -197,24 +207,41 @@ class Trials:
 
     def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
         device = next(t.device for t in tensors if t is not None)
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (nameless: it goes with its last user, however that ends)
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
         torch.save([None if span is None else span.to("cpu", copy=True) for span in spans(tensors, kernel.writes)], self._file)
         self._file.flush()
-        about = kernel.module, kernel.attribute, problem, str(device), [None if t is None else Layout.of(t) for t in tensors]
-        self._worker = Worker(_start_bench, (*about, self._file.fileno()), _environment(kernel), self._file.fileno())
+        layouts = [None if t is None else Layout.of(t) for t in tensors]
+        self._case = kernel.module, kernel.attribute, problem, str(device), layouts, self._file.name
+        self._worker = _kept_or_new(_start_bench, (str(device),), _environment(kernel))
         self._worker.start()  # its imports go on beside the first compilation
+        self._knows, self._idle, self._broken = False, True, ""
 
     def trial(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
+        self._idle = False  # an interrupt leaves a question unanswered
+        trial = self._ask(config, best_us, limit_s)
+        self._idle = True
+        return trial
+
+    def _ask(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
         try:
-            times_us, cause, error, healthy = self._worker.ask((config, best_us), limit_s, "the run", "the run")
+            if not self._knows and not self._broken:
+                self._broken = self._worker.ask(("case", *self._case), START_LIMIT_S, "the reference", "the reference")
+            if self._broken:
+                return Trial(config, cause=self._broken)
+            self._knows = True
+            times_us, cause, error, healthy = self._worker.ask(("trial", config, best_us), limit_s, "the run", "the run")
         except Lost as lost:
+            if not self._knows:
+                self._broken = str(lost)
+            self._knows = False
             return Trial(config, cause=str(lost))
         if not healthy:
             self._worker.stop()
+            self._knows = False
         return Trial(config, times_us, cause, error)
 
     def close(self) -> None:
-        self._worker.close()
+        _keep_or_close(self._worker, self._idle)
         self._file.close()
 
 
@@ -234,14 +261,29 @@ class InProcess:
         del self._bench
 
 
-def _start_bench(module: str, attribute: str, problem: Any, device: str, layouts: Sequence[Layout | None], file: int) -> Callable:
-    where = torch.device(device)
+def _start_bench(device: str) -> Callable:
+    where, bench = torch.device(device), None
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    with os.fdopen(file, "rb") as stream:
-        stream.seek(0)
-        tensors = copies(layouts, torch.load(stream, map_location="cpu"), where)
-    return Bench(getattr(import_module(module), attribute), problem, tensors).trial
+        torch.cuda.init()
+
+    def case(module: str, attribute: str, problem: Any, device: str, layouts: Sequence[Layout | None], file: str) -> str:
+        nonlocal bench
+        bench = None  # the one before makes room
+        try:
+            where = torch.device(device)
+            if where.type == "cuda":
+                torch.cuda.set_device(where)
+            tensors = copies(layouts, torch.load(file, map_location="cpu"), where)
+            bench = Bench(getattr(import_module(module), attribute), problem, tensors)
+        except Exception as error:
+            return describe(error)
+        return ""
+
+    def answer(kind: str, *question: Any) -> Any:
+        return case(*question) if kind == "case" else bench.trial(*question)  # type: ignore[union-attr]
+
+    return answer
 
 
 def _environment(kernel: Any) -> dict[str, str]:

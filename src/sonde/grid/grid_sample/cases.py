@@ -38,7 +38,7 @@ SMALL = {
     "one_pixel": dict(B=1, C=4, H=5, W=5, Q=7, D=4, layout="one_pixel"),
     "hostile": dict(B=2, C=4, H=5, W=6, Q=7, D=4, layout="hostile"),
     "hostile_border": dict(B=1, C=3, H=5, W=6, Q=7, D=4, layout="hostile", padding="border"),
-    "hostile_bicubic": dict(B=1, C=2, H=5, W=6, Q=7, D=4, layout="hostile", padding="reflection", mode="bicubic"),
+    "hostile_bicubic": dict(B=1, C=2, H=5, W=6, Q=7, D=4, layout="hostile", padding="reflection", mode="bicubic", seed=1),
     "hostile_volume": dict(_VOLUME, layout="hostile", padding="reflection", corners=True),
     "one_input": dict(_PLANE, B=2, inputs=1),
     "one_grid": dict(_PLANE, B=2, grids=1),

@@ -393,7 +393,8 @@ def _positions(points, b, p, m, d, size, taps, pad, align, x, slope):
     if pad == 2:
         low, span = (0.0, max(size - 1.0, 1.0)) if align else (-0.5, max(size + 0.0, 1.0))
         for i in range(m):
-            a = np.float64(abs(x[i] - real(low)))
+            # taps that are folded one by one are whole periods apart, exactly
+            a = abs(np.float64(x[i]) - low) if taps == 4 else np.float64(abs(x[i] - real(low)))
             near = a < FAR
             a = a if near else 0.0
             flips = np.floor(a / span)
@@ -403,7 +404,8 @@ def _positions(points, b, p, m, d, size, taps, pad, align, x, slope):
             back = flips - 2.0 * np.floor(flips * 0.5) == 1.0
             turned = back != (x[i] < real(low))
             slope[i] = -slope[i] if turned else slope[i]
-            x[i] = (real(span - rest) if back else real(rest)) + real(low) if near else end
+            rest = span - rest if back else rest
+            x[i] = end if not near else real(rest + low) if taps == 4 else real(rest) + real(low)
     if pad > 0:
         floor, ceiling = (-one, n) if taps == 4 else (zero, n - one)
         for i in range(m):

@@ -15,10 +15,10 @@ from ...jit.kernel import dtypes_of
 from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
-from .._gpu_axes_segments import input_gradient, launches, workspace
+from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
 from .._gpu_layout import empty_pixels, pixel_stride, to_pixels, to_planes, transpose
 from .._reference import accumulator, joint_batch
-from .gpu_kernels import gradients, problem, sample
+from .gpu_kernels import gradients, problem, sample, units
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 Options = tuple[str, str, bool]
@@ -28,6 +28,7 @@ class Forward(NamedTuple):
     """What a forward pass over operands of one kind does, decided once; the call and the plan both go by it."""
 
     copy_grid: bool
+    through: bool  # by way of pixels: vectors instead of single numbers are worth a transpose
     shape: tuple[int, ...]
     layout: torch.memory_format
     step: jit.Step
@@ -39,11 +40,11 @@ class Backward(NamedTuple):
     copy_grid: bool
     copy_grad: bool
     wants: tuple[str, ...]  # of the kernel that has both gradients
-    through: bool  # by way of pixels: vectors instead of single numbers are worth a transpose
+    through: bool
     step: jit.Step | None
+    marks: tuple[jit.Step, ...]  # of sums in fixed point, so that their order does not matter
     repeated: bool  # a grid that serves many inputs has the sum of their gradients
     zeros: bool  # of the grid: known without a kernel
-    segments: bool  # of the input: in a fixed order of additions
     wide: torch.dtype
 
 
@@ -64,7 +65,8 @@ def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_cor
     key = (options, FORCE_INT64, input.get_device(), jit.state(), _kind(input), _kind(grid))
     this = _remembered(key, prepare_forward, input, grid, options)
     out = torch.empty(this.shape, dtype=input.dtype, device=input.device, memory_format=this.layout)
-    this.step((input, grid.flatten(1, -2) if this.copy_grid else grid, out))
+    source = to_pixels(input.flatten(2, -2)) if this.through else input
+    this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
     return out
 
 
@@ -72,10 +74,12 @@ def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     """Decide; operands may have no values."""
     shape, layout = (joint_batch(input, grid), input.shape[1], *grid.shape[1:-1]), memory_format(input, True)
     of_out = torch.empty(shape, memory_format=layout, device="meta").flatten(2).stride()
+    through = _through(input) and 16 * prod(grid.shape[1:-1]) >= prod(input.shape[2:])
+    of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     what = problem(
-        input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, of_out, input.stride(), int64=FORCE_INT64
+        input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, of_out, of_input, int64=FORCE_INT64
     )
-    return Forward(not _collapses(grid), shape, layout, jit.Step(sample, what, [0, 1, 2]))
+    return Forward(not _collapses(grid), through, shape, layout, jit.Step(sample, what, [0, 1, 2]))
 
 
 def backward(
@@ -94,33 +98,43 @@ def backward(
         d_input, d_grid = _both(this, grad, input, grid, points)
     if this.zeros:
         d_grid = torch.zeros(grid.shape, dtype=grid.dtype, device=grid.device)
-    if this.segments:
-        d_input = input_gradient(grad.flatten(2), input, points.flatten(1, -2), this.wide, options)
     return [g for g, need in zip((d_input, d_grid), needs) if need]  # type: ignore[misc]
 
 
 def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options, needs: Sequence[bool], strict: bool) -> Backward:
-    C, B, wide, flat = input.shape[1], joint_batch(input, grid), accumulator(input, grid), _flat(grid)
-    segments, zeros = strict and needs[0], options[0] == "nearest" and needs[1]
-    alone = [name for name, is_so in (("input", segments), ("grid", zeros)) if is_so]
-    wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and name not in alone)
-    through = "input" in wants and input.is_contiguous() and C >= 16
+    B, wide, flat = joint_batch(input, grid), accumulator(input, grid), _flat(grid)
+    zeros = options[0] == "nearest" and needs[1]
+    wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and zeros))
+    fixed = strict and "input" in wants
+    through = "input" in wants and _through(input)
     step, of_input, of_gradient = None, None, None
+    marks: tuple[jit.Step, ...] = ()
     if "grid" in wants:
         of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     if "input" in wants:
         as_it_is = torch.empty(input.shape, memory_format=memory_format(input, True), device="meta").stride()
-        of_gradient = _pixel_strides(input, wide) if through else as_it_is
+        of_gradient = _pixel_strides(input, torch.int64 if fixed else wide) if through else as_it_is
     if wants:
         of_out = _outline(grad).flatten(2).stride()
-        what = problem(
-            input.shape, input.element_size(), flat, wide, options, of_out, of_input, of_gradient, "grid" in wants, FORCE_INT64
-        )
-        step = jit.Step(
-            gradients, what, [0, 1 if "grid" in wants else None, 2, *(3 + i if t in wants else None for i, t in _NAMES)]
-        )
+        known = (input.shape, input.element_size(), flat, wide, options, of_out)
+        what = problem(*known, of_input, of_gradient, "grid" in wants, FORCE_INT64, ADD if fixed else FLOAT)
+        takes = [0, 1 if "grid" in wants else None, 2, *(3 + i if t in wants else None for i, t in _NAMES)]
+        step = jit.Step(gradients, what, [*takes, *_fixed(fixed, wide)])
+        if fixed:
+            takes = [0, None, 2, 3, None, None, 6]
+            alone = [problem(*known, None, of_gradient, False, FORCE_INT64, stage) for stage in (MARK, TELL)]
+            marks = tuple(jit.Step(gradients, what, takes) for what in alone)
     copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
-    return Backward(*copies, wants, through, step, grid.shape[0] != B, zeros, segments, wide)
+    return Backward(*copies, wants, through, step, marks, grid.shape[0] != B, zeros, wide)
+
+
+def _through(input: Tensor) -> bool:
+    return input.is_contiguous() and input.shape[1] >= 16
+
+
+def _fixed(fixed: bool, wide: torch.dtype) -> tuple[int | None, int | None]:
+    """Positions of what else sums in fixed point have: a second half where float64 is to come of them, and their units."""
+    return (5 if fixed and wide == torch.float64 else None, 6 if fixed else None)
 
 
 _NAMES = tuple(enumerate(("input", "grid")))
@@ -129,7 +143,7 @@ _NAMES = tuple(enumerate(("input", "grid")))
 def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients in one pass, that of the input by atomic additions."""
     assert this.step is not None
-    source, d_input, d_grid = input, None, None
+    source, d_input, d_grid, low, most = input, None, None, None, None
     if "grid" in this.wants:
         if this.through:
             source = to_pixels(input.flatten(2, -2))
@@ -138,20 +152,40 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
             d_grid = torch.empty(shape, dtype=this.wide, device=grid.device)
         else:
             d_grid = torch.empty(grid.shape, dtype=grid.dtype, device=grid.device)
-    if this.through:
-        d_input = empty_pixels(_tall(input.shape), this.wide, input.device, zero=True)
-    elif "input" in this.wants:
-        d_input = torch.zeros_like(input, dtype=this.wide, memory_format=memory_format(input, True))
-    this.step((grad, source, points, d_input, d_grid))
-    del source
+    if "input" in this.wants:
+        d_input = _sums(this, input)
+        if this.marks:
+            low = _sums(this, input) if this.wide == torch.float64 else None
+            most = largest(grad.flatten(2), input.shape[0], this.wide)
+    tensors = (grad, source, points, d_input, d_grid, low, most)
+    this.step(tensors)
+    for step in this.marks:
+        step(tensors)
+    del source, tensors
     if d_grid is not None and this.repeated:
         n = grid.shape[0]
         d_grid = d_grid.view(n, this.step.problem.B // max(1, n), *grid.shape[1:]).sum(1).to(grid.dtype)
-    if this.through and d_input is not None:
-        d_input = to_planes(d_input, input.dtype).view(input.shape)
-    elif d_input is not None:
-        d_input = d_input.to(input.dtype)
+    if d_input is not None:
+        d_input = _finished(this, input, d_input, low, most)
     return d_input, d_grid
+
+
+def _sums(this: Backward, input: Tensor) -> Tensor:
+    """Zeros to add to."""
+    dtype = torch.int64 if this.marks else this.wide
+    if this.through:
+        return empty_pixels(_tall(input.shape), dtype, input.device, zero=True)
+    return torch.zeros_like(input, dtype=dtype, memory_format=memory_format(input, True))
+
+
+def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, most: Tensor | None) -> Tensor:
+    """The gradient of the input, laid out and rounded as that is."""
+    digits = units(this.step.problem) if this.step else 0
+    if this.through:
+        return to_planes(sums, input.dtype, low, most, digits).view(input.shape)
+    if most is None:
+        return sums.to(input.dtype)
+    return finish(sums, low, most, digits, torch.empty_like(sums, dtype=input.dtype))
 
 
 def plan(
@@ -162,55 +196,64 @@ def plan(
     this = prepare_forward(input, grid, options)
     copy = grid.numel() * grid.element_size() if this.copy_grid else 0
     chosen = _chosen(this.step, [input, grid, input], input.device)
-    found = [Kernel(sample.title, ("out",), wide, Determinism.BATCH_INVARIANT, copy, "forward", *chosen)]
+    same, room, found = Determinism.BATCH_INVARIANT, copy, []
+    if this.through:
+        room += input.numel() // input.shape[1] * pixel_stride(input.shape[1], input.element_size()) * input.element_size()
+        found.append(Kernel(transpose.title, (), wide, same, room, "forward"))
+    found.append(Kernel(sample.title, ("out",), wide, same, room, "forward", *chosen))
     if any(needs):
         grad = torch.empty(this.shape, dtype=input.dtype, memory_format=this.layout, device="meta")
-        found += _backward_plan(
-            prepare_backward(grad, input, grid, options, tuple(needs), deterministic), input, grid, options, copy
-        )
+        found += _backward_plan(prepare_backward(grad, input, grid, options, tuple(needs), deterministic), input, grid, copy)
     return found
 
 
-def _backward_plan(this: Backward, input: Tensor, grid: Tensor, options: Options, copy: int) -> list[Kernel]:
+def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> list[Kernel]:
     found: list[Kernel] = []
 
-    def add(name: str, writes: Sequence[str], promise: Determinism, room: int, *chosen: Any) -> None:
-        found.append(Kernel(name, tuple(writes), this.wide, promise, room, "backward", *chosen))
+    same, fixed = Determinism.BATCH_INVARIANT, bool(this.marks)
+    sums = torch.int64 if fixed else this.wide
 
-    same = Determinism.BATCH_INVARIANT
+    def add(name: str, writes: Sequence[str], promise: Determinism, room: int, *chosen: Any) -> None:
+        found.append(Kernel(name, tuple(writes), sums if "input" in writes else this.wide, promise, room, "backward", *chosen))
+
     if this.step is not None:
         room, after = (copy + x for x in _both_bytes(this, input, grid))
         if this.through and "grid" in this.wants:
             add(transpose.title, (), same, room)
-        promise = Determinism.NONE if "input" in this.wants else Determinism.RUN_TO_RUN if this.repeated else same
-        dtypes = [input.dtype, input.dtype, grid.dtype, this.wide, this.wide if this.repeated else grid.dtype]
+        if fixed:
+            add("_largest", (), same, room)
+        of_input = Determinism.RUN_TO_RUN if fixed else Determinism.NONE
+        promise = of_input if "input" in this.wants else Determinism.RUN_TO_RUN if this.repeated else same
+        of_grid, most = this.wide if this.repeated else grid.dtype, torch.int64 if this.wide == torch.float64 else torch.int32
+        dtypes = [input.dtype, input.dtype, grid.dtype, sums, of_grid, sums, most]
         add(gradients.title, this.wants, promise, room, *_chosen(this.step, dtypes, input.device))
+        for step in this.marks:
+            add(gradients.title, (), Determinism.RUN_TO_RUN, room, *_chosen(step, dtypes, input.device))
         if this.repeated and "grid" in this.wants:
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
         if this.through:
             add(transpose.title, (), same, after)
+        elif fixed:
+            add("_finish", (), same, after)
         elif "input" in this.wants and input.dtype != this.wide:
             add("torch.Tensor.to", (), same, after)
     if this.zeros:
         add("torch.zeros", ("grid",), same, 0)
-    if this.segments:
-        room = copy + workspace(input, grid, this.wide, *options[:2])
-        names = launches(input, grid, this.wide, *options[:2])
-        writes = max(i for i, name in enumerate(names) if name in ("_gather", "torch.zeros_like"))
-        for i, name in enumerate(names):
-            add(name, ("input",) if i == writes else (), Determinism.RUN_TO_RUN, room)
     return found
 
 
 def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
     """Beside the results while the kernel runs, and when the gradient of the input is made of the buffer that it was summed in."""
     C, result, itemsize = input.shape[1], input.numel() * input.element_size(), input.element_size()
-    pixels, room = input.numel() // max(1, C), 0
+    pixels, room, wide = input.numel() // max(1, C), 0, this.wide.itemsize
     if "grid" in this.wants and this.repeated:
-        room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * this.wide.itemsize
-    if "input" not in this.wants or (not this.through and input.dtype == this.wide):
+        room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * wide
+    if "input" not in this.wants or (not this.through and not this.marks and input.dtype == this.wide):
         return room, room
-    buffer = pixels * (pixel_stride(C, this.wide.itemsize) if this.through else C) * this.wide.itemsize
+    each = 8 if this.marks else wide
+    buffer = pixels * (pixel_stride(C, each) if this.through else C) * each
+    if this.marks:
+        buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
     copy = pixels * pixel_stride(C, itemsize) * itemsize if this.through and "grid" in this.wants else 0
     return max(0, room + buffer + copy - result), room + buffer
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import jit
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2
 from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, none, over_channels, tile
+from .._gpu_fixed import FLOAT, add, digits, multiple
 
 ENOUGH = 2048  # programs that keep any device busy
 
@@ -38,6 +39,7 @@ class Problem(NamedTuple):
     out: str  # what are neighbours in the result: "channels", "points" or "other"
     out_vector: int
     int64: bool  # offsets
+    stage: int  # of sums in fixed point
     points: int
     Z: int
     H: int
@@ -58,6 +60,7 @@ BATCH = ("B", "inputs", "grids", "of_input", "of_grid", "of_out", "of_gradient")
 def problem(
     shape: Sequence[int], itemsize: int, flat: Tensor, wide: torch.dtype, options: tuple[str, str, bool], of_out: Sequence[int],
     of_input: Sequence[int] | None = None, of_gradient: Sequence[int] | None = None, wants_grid: bool = False, int64: bool = False,
+    stage: int = FLOAT,
 ) -> Problem:  # fmt: skip
     """Of an input of this shape and a grid ``[B, points, coordinates]``; what has no strides takes no part."""
     (n, C, *size), (grids, points, dim) = shape, flat.shape
@@ -67,12 +70,13 @@ def problem(
     spans += [C * of_out[1] + points * of_out[2], points * flat.stride(1) + dim * flat.stride(2)]
     last = C > 1 and all(of[1] == 1 for of in strides)
     vector = _divides(most, C, *[s for of in strides for s in (of[0], *of[2:])]) if last else 1
+    last = last and (vector > 1 or C >= 8)  # a few channels that no vector holds are read one by one, a pixel in each thread
     out = "channels" if of_out[1] == 1 and C > 1 else "points" if of_out[2] == 1 else "other"
     along = dict(channels=(C, of_out[2]), points=(points, of_out[1]), other=(1,))[out]
     five = [(0,) * 5 if of is None else (*of[:2], *(0,) * (3 - dim), *of[2:]) for of in (of_input, of_gradient)]
     return Problem(
         MODES.index(options[0]), PADDINGS.index(options[1]), options[2], dim, C, wide, of_gradient is not None, wants_grid, last,
-        vector, out, _divides(most, of_out[0], *along), int64 or max(spans) >= 2**31 - 2**20, points, Z, H, W, B, n, grids,
+        vector, out, _divides(most, of_out[0], *along), int64 or max(spans) >= 2**31 - 2**20, stage, points, Z, H, W, B, n, grids,
         five[0], flat.stride(), tuple(of_out), five[1],
     )  # fmt: skip
 
@@ -126,6 +130,8 @@ def _config(p: Problem, each: int) -> Config:
 
 def candidate_configs(default: Config, p: Problem) -> list[Config]:
     """The default, then others that differ from it in one or two respects, in that order."""
+    if p.stage:
+        return [default]
     C, around = max(1, p.C), (1, 2, 0.5)
     each = default.block_p * default.block_c // (32 * default.num_warps)
     wide = {int(default.block_c * f) for f in around} if p.last else {1, 2, 4, 8} if p.wants_grid else {1}
@@ -153,13 +159,18 @@ def fits(p: Problem, config: Config) -> bool:
     return powers and small and config.chunk > 0 and (config.chunk >= p.C or not p.wants_grid)
 
 
+def units(p: Problem) -> int:
+    """Binary digits of sums in fixed point, behind the point: an input's pixel has a term of each sample at most."""
+    return digits(p.points * (p.B // max(1, p.inputs)))
+
+
 def launch(p: Problem, config: Config) -> Launch:
     groups = (p.B // max(1, p.inputs), p.B // max(1, p.grids))
-    sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out, *p.of_gradient)
+    sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out, *p.of_gradient, units(p), p.inputs)
     out_vector = _divides(p.out_vector, config.chunk) if p.out == "channels" else p.out_vector
     layout = (p.last, _divides(p.vector, config.chunk), p.out == "channels", p.out == "points", out_vector)
     offset = tl.int64 if p.int64 else tl.int32
-    constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, config.chunk, *config[:3])
+    constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, p.stage, config.chunk, *config[:3])
     grid = (p.B * cdiv(p.points, config.block_p), cdiv(max(1, p.C), config.chunk), 1)
     return Launch(grid, sizes, constants, config.num_warps)
 
@@ -187,7 +198,7 @@ def expected_sample(p: Problem, input: Tensor, grid: Tensor, out: Tensor) -> dic
     return {2: found.view(out.shape)}
 
 
-def expected_gradients(p: Problem, grad: Tensor, input, grid: Tensor, d_input, d_grid) -> dict[int, Tensor]:
+def expected_gradients(p: Problem, grad: Tensor, input, grid: Tensor, d_input, d_grid, *_) -> dict[int, Tensor]:
     from .reference import grid_sample
 
     size, device = (p.Z, p.H, p.W)[-p.dim :], grad.device
@@ -214,7 +225,7 @@ def expected_gradients(p: Problem, grad: Tensor, input, grid: Tensor, d_input, d
 
 RUN_TIME = [
     "C", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "I_B", "I_C", "I_Z", "I_Y", "I_X", "G_B", "G_P", "G_D",
-    "O_B", "O_C", "O_P", "D_B", "D_C", "D_Z", "D_Y", "D_X",
+    "O_B", "O_C", "O_P", "D_B", "D_C", "D_Z", "D_Y", "D_X", "DIGITS", "INPUTS",
 ]  # fmt: skip
 
 
@@ -246,6 +257,8 @@ def _sample(
     D_Z,
     D_Y,
     D_X,
+    DIGITS,
+    INPUTS,
     DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAD: tl.constexpr,
@@ -257,6 +270,7 @@ def _sample(
     OUT_LAST: tl.constexpr,
     OUT_ROW: tl.constexpr,  # pixels of the result are neighbours
     OUT_VECTOR: tl.constexpr,
+    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -315,6 +329,8 @@ def _gradients(
     grid,  # [B / GRID_GROUP, P, DIM]
     d_input,  # like the input; None where nobody asked
     d_grid,  # [B, P, DIM]
+    low,  # like d_input; the second half of sums in fixed point
+    largest,  # [B / INPUT_GROUP + 1], where sums are in fixed point
     C,
     P,
     Z,
@@ -338,6 +354,8 @@ def _gradients(
     D_Z,
     D_Y,
     D_X,
+    DIGITS,
+    INPUTS,
     DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAD: tl.constexpr,
@@ -349,6 +367,7 @@ def _gradients(
     OUT_LAST: tl.constexpr,
     OUT_ROW: tl.constexpr,
     OUT_VECTOR: tl.constexpr,
+    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -368,6 +387,8 @@ def _gradients(
     b = (tl.program_id(0) // blocks).to(tl.int64)
     p = (tl.program_id(0) % blocks).to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     in_p = p < P
+    if STAGE > 1:
+        in_p = in_p & (tl.load(largest + INPUTS) > 0)  # else there is nothing to mark
     WANTS: tl.constexpr = d_grid is not None
     ux = coordinate(grid, b, p, in_p, 0, GRID_GROUP, G_B, G_P, G_D, ACC)
     uy = coordinate(grid, b, p, in_p, 1, GRID_GROUP, G_B, G_P, G_D, ACC)
@@ -383,19 +404,25 @@ def _gradients(
         image = input + (b // INPUT_GROUP) * I_B
     if d_input is not None:
         d_image = d_input + (b // INPUT_GROUP) * D_B
+        if STAGE > 0:
+            most = tl.load(largest + b // INPUT_GROUP)
+        if low is not None:
+            low_image = low + (b // INPUT_GROUP) * D_B
     dots = ()  # of the result's gradient and the pixels of each tap, channel by channel of the tile
     if d_grid is not None:
         for _ in tl.static_range(SLICES * TAPS * TAPS):
             dots = dots + (tl.zeros([BLOCK_P, BLOCK_C], ACC),)
     start = tl.program_id(1).to(OFFSET) * CHUNK
     stop = tl.minimum(start + CHUNK, C)
+    if STAGE > 1:
+        stop = tl.where(tl.load(largest + INPUTS) > 0, stop, start)
     for c0 in range(start, stop, BLOCK_C * TILES):
         gs = ()
         for k in tl.static_range(TILES):
             c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
             in_c = c < stop
             g = tl.load(tile(base, p, c, O_C, O_P, OUT_LAST, OUT_ROW, OUT_VECTOR), mask=in_p & in_c, other=0).to(ACC)
-            gs = gs + (g,)
+            gs = gs + (multiple(g, most, DIGITS) if STAGE == 1 else g,)
             if d_grid is not None:
                 sums = ()
                 for z in tl.static_range(SLICES):
@@ -416,10 +443,14 @@ def _gradients(
                     for y in tl.static_range(TAPS):
                         for x in tl.static_range(TAPS):
                             there = (kz[z] & ky[y] & kx[x]) & in_c
-                            at = d_image + (zs[z] * D_Z + ys[y] * D_Y + xs[x] * D_X) + (c if LAST else c * D_C)
+                            at = (zs[z] * D_Z + ys[y] * D_Y + xs[x] * D_X) + (c if LAST else c * D_C)
                             if not LAST and BLOCK_C > 1:
                                 at = tl.max_contiguous(at, [BLOCK_P, 1])
-                            tl.atomic_add(at, gs[k] * (wz[z] * wy[y] * wx[x]), mask=there, sem="relaxed")
+                            term = gs[k] * (wz[z] * wy[y] * wx[x])
+                            if STAGE == 0:
+                                tl.atomic_add(d_image + at, term, mask=there, sem="relaxed")
+                            else:
+                                add(d_image + at, None if low is None else low_image + at, term, there, STAGE, DIGITS)
     if d_grid is not None:
         gx = tl.zeros([BLOCK_P, BLOCK_C], ACC)
         gy = tl.zeros([BLOCK_P, BLOCK_C], ACC)

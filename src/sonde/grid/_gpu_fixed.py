@@ -1,0 +1,155 @@
+"""Sums that no order of additions can change: numbers as whole multiples of a power of two, added as integers.
+
+Atomic additions come in any order, and each of them rounds a floating-point sum. Integers do not round. Numbers are divided by
+a power of two above the largest of their image, so that a sum has at least 59 − log₂(terms) binary digits behind the point of
+that; where sums are float64 a second integer has as many again. What is not finite has no such multiple: when the sum is
+complete, it puts a mark into its place, which :func:`value` reads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..op.gpu import cdiv, launch
+
+FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
+BLOCK = 4096
+MARKED = tl.constexpr(1 << 62)  # no sum is as large
+# of float32 and float64: bits of the fraction, the exponent of one, and an integer of the same size
+FRACTION, ONE, BITS = (23, 52), (127, 1023), (torch.int32, torch.int64)
+
+
+def digits(terms: int) -> int:
+    """Binary digits behind the point, such that `terms` numbers below eight have a sum below 2**62."""
+    return 59 - terms.bit_length()
+
+
+def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
+    """The bits of the largest finite number of each image in ``[B, C, P]``, a group of B being one image; then: is all finite?"""
+    B, C, P = x.shape
+    double = wide == torch.float64
+    out = torch.zeros(images + 1, dtype=BITS[double], device=x.device)
+    group, last = B // max(1, images), x.stride(1) == 1 and C > 1
+    constants = (last, tl.float64 if double else tl.float32, tl.int64 if double else tl.int32, BLOCK)
+    sizes = (C, P, images, group, *x.stride())
+    launch(_largest, (x, out), (B * cdiv(C * P, BLOCK), 1, 1), sizes, constants, 8)
+    return out
+
+
+def finish(sums: Tensor, low: Tensor | None, sizes: Tensor, digits: int, out: Tensor) -> Tensor:
+    """Sums as numbers, into `out`, which lies in memory as they do."""
+    images, N = sums.shape[0], sums.numel() // max(1, sums.shape[0])
+    launch(_finish, (sums, low, sizes, out), (images * cdiv(N, BLOCK), 1, 1), (N, digits), (BLOCK,), 8)
+    return out
+
+
+@triton.jit
+def power(n, like):
+    """2ⁿ in the dtype of `like`, for an exponent that it has."""
+    if like.dtype == tl.float64:
+        x = ((n + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    else:
+        x = ((n + 127) << 23).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def exponent(largest):
+    """Of the power of two that brings numbers up to `largest`, given as bits, below one (near the end of the range: below four)."""
+    if largest.dtype == tl.int64:
+        e = tl.maximum(1022 - (largest >> 52), -1022)
+    else:
+        e = tl.maximum(126 - (largest >> 23), -126)
+    return e
+
+
+@triton.jit
+def multiple(x, largest, DIGITS):
+    """x as a multiple of the unit of its image; zero for what is not finite."""
+    scaled = x * power(exponent(largest), x) * power(DIGITS, x)
+    return tl.where(tl.abs(x) < float("inf"), scaled, 0)
+
+
+@triton.jit
+def add(at, low, x, mask, STAGE: tl.constexpr, DIGITS):
+    """Add a multiple; or mark a place for what is not finite, and then tell what it is."""
+    if STAGE == 1:
+        whole = x.to(tl.int64)
+        tl.atomic_add(at, whole, mask=mask, sem="relaxed")
+        if low is not None:
+            rest = (x - whole.to(x.dtype)) * power(DIGITS, x)
+            tl.atomic_add(low, rest.to(tl.int64), mask=mask, sem="relaxed")
+    else:
+        odd = mask & ~(tl.abs(x) < float("inf"))
+        if STAGE == 2:
+            tl.atomic_max(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd, sem="relaxed")
+        else:
+            sign = tl.where(x > 0, 1, tl.where(x < 0, 2, 3))
+            tl.atomic_or(at, sign.to(tl.int64), mask=odd, sem="relaxed")
+
+
+@triton.jit
+def value(sum, low, largest, DIGITS):
+    """A sum as a number."""
+    like = largest.to(tl.float64 if largest.dtype == tl.int64 else tl.float32, bitcast=True)
+    unit = power(-DIGITS, like)
+    x = sum.to(like.dtype)
+    if low is not None:
+        x += low.to(like.dtype) * unit
+    x = x * unit * power(-exponent(largest), like)
+    infinite = tl.where(sum == MARKED + 1, float("inf"), tl.where(sum == MARKED + 2, -float("inf"), float("nan")))
+    return tl.where(sum < MARKED, x, infinite.to(like.dtype))
+
+
+@triton.jit(do_not_specialize=["C", "P", "IMAGES", "GROUP", "X_B", "X_C", "X_P"])
+def _largest(
+    x,  # [B, C, P]
+    largest,  # [IMAGES + 1]
+    C,
+    P,
+    IMAGES,
+    GROUP,
+    X_B,
+    X_C,
+    X_P,
+    LAST: tl.constexpr,  # channels are neighbours
+    ACC: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    N = C.to(tl.int64) * P
+    blocks = tl.cdiv(N, BLOCK)
+    b = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    c, p = i // P, i % P
+    if LAST:
+        c, p = i % C, i // C
+    size = tl.abs(tl.load(x + b.to(tl.int64) * X_B + c * X_C + p * X_P, mask=i < N, other=0).to(ACC))
+    finite = size < float("inf")
+    most = tl.max(tl.where(finite, size, 0).to(BITS, bitcast=True), 0)
+    tl.atomic_max(largest + b // GROUP, most, sem="relaxed")
+    odd = tl.max(tl.where(finite, 0, 1), 0)
+    tl.atomic_max(largest + IMAGES, odd.to(BITS), mask=odd > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["N", "DIGITS"])
+def _finish(
+    sums,  # [images, N]
+    low,  # [images, N]
+    largest,  # [images + 1]
+    out,  # [images, N]
+    N,
+    DIGITS,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(N, BLOCK)
+    b = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = b.to(tl.int64) * N + i
+    x = tl.load(sums + at, mask=i < N, other=0)
+    rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
+    found = value(x, rest, tl.load(largest + b), DIGITS)
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=i < N)
