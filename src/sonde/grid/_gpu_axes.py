@@ -189,3 +189,30 @@ def any_of(there):
 def over_channels(x, live):
     """The sum of each sample's row; exactly zero for one that sees nothing, whatever it was multiplied with."""
     return tl.where(live, tl.sum(x, 1, keep_dims=True), 0)
+
+
+GROUP = tl.constexpr(32)  # samples side by side that can hand each other something
+
+
+@triton.jit
+def neighbours(there, z, y, x, H, W, BLOCK: tl.constexpr):
+    """Of samples ``[BLOCK, 1]`` in cells (z, y, x): is the one before in the cell to the left, and the one behind to the right?
+
+    Then two of them add to the same pixels: the former can leave that to the latter.
+    """
+    cell = (
+        ((z.to(tl.int64) + 1) * (H + 2) + y + 1) * (W + 2) + x + 1
+    )  # the end of a row and the start of the next are not neighbours
+    cell = tl.where(there, cell, -9)
+    place = tl.arange(0, BLOCK)[:, None] % GROUP
+    joined = (place > 0) & (shift(cell, -1, BLOCK) + 1 == cell)
+    taken = (place < GROUP - 1) & (shift(joined.to(tl.int32), 1, BLOCK) > 0)
+    return joined, taken
+
+
+@triton.jit
+def shift(x, by: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the sample `by` places further in the group, where there is one."""
+    SHAPE: tl.constexpr = [BLOCK // GROUP, GROUP]
+    place = tl.reshape(tl.arange(0, BLOCK) % GROUP, SHAPE)
+    return tl.reshape(tl.gather(tl.reshape(x, SHAPE), tl.minimum(tl.maximum(place + by, 0), GROUP - 1), 1), [BLOCK, 1])

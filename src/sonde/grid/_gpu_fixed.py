@@ -39,10 +39,14 @@ def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
     return out
 
 
-def finish(sums: Tensor, low: Tensor | None, sizes: Tensor, digits: int, out: Tensor) -> Tensor:
-    """Sums as numbers, into `out`, which lies in memory as they do."""
-    images, N = sums.shape[0], sums.numel() // max(1, sums.shape[0])
-    launch(_finish, (sums, low, sizes, out), (images * cdiv(N, BLOCK), 1, 1), (N, digits), (BLOCK,), 8)
+def finish(sums: Tensor, low: Tensor | None, sizes: Tensor | None, digits: int, out: Tensor) -> Tensor:
+    """Sums ``[images, C, …]`` as numbers, into `out`, which may have its channels last where those have planes.
+
+    Sums are in fixed point if there are `sizes`.
+    """
+    images, C, N = *sums.shape[:2], sums.numel() // max(1, sums.shape[0])
+    planes = sums.stride(1) != 1 and out.stride(1) == 1 and C > 1
+    launch(_finish, (sums, low, sizes, out), (images * cdiv(N, BLOCK), 1, 1), (C, N, digits), (planes, BLOCK), 8)
     return out
 
 
@@ -135,21 +139,24 @@ def _largest(
     tl.atomic_max(largest + IMAGES, odd.to(BITS), mask=odd > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["N", "DIGITS"])
+@triton.jit(do_not_specialize=["C", "N", "DIGITS"])
 def _finish(
     sums,  # [images, N]
     low,  # [images, N]
-    largest,  # [images + 1]
+    largest,  # [images + 1]; None where sums are numbers already
     out,  # [images, N]
+    C,
     N,
     DIGITS,
+    PLANES: tl.constexpr,  # sums are [images, C, N / C], and the result is [images, N / C, C]
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(N, BLOCK)
-    b = tl.program_id(0) // blocks
+    b = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    at = b.to(tl.int64) * N + i
+    at = b * N + (i % C * (N // C) + i // C if PLANES else i)
     x = tl.load(sums + at, mask=i < N, other=0)
-    rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
-    found = value(x, rest, tl.load(largest + b), DIGITS)
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=i < N)
+    if largest is not None:
+        rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
+        x = value(x, rest, tl.load(largest + b), DIGITS)
+    tl.store(out + b * N + i, x.to(out.dtype.element_ty), mask=i < N)

@@ -6,8 +6,8 @@ graphs hold ``sonde::<name>`` and reach the same functions through the dispatche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -77,12 +77,12 @@ def operator(
 
     def forward(*arguments):
         *args, impl, _deterministic = arguments
-        with _device_of(args[0]):
+        with _launching(args[0]):
             return kernels(impl).forward(*args)
 
     def backward(*arguments):
         *args, needs, impl, deterministic = arguments
-        with _device_of(args[0]):
+        with _launching(args[0]):
             found = iter(kernels(impl).backward(*args, needs=needs, deterministic=deterministic))
             out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
@@ -148,7 +148,7 @@ def operator(
             out: list = [None] * (2 + count)
             with _nothing if ctx.settings is settings.current() else settings.use(ctx.settings):
                 if not twice and _unwatched(args):
-                    with _device_of(grads[0]):
+                    with _launching(grads[0]):
                         found = iter(kernels(ctx.impl).backward(*args, needs=needs, deterministic=ctx.deterministic))
                         for i, need in zip(wanted, needs):
                             if need:
@@ -318,11 +318,23 @@ def _unwatched(args: Sequence[Any]) -> bool:
 _nothing = nullcontext()
 
 
-def _device_of(tensor: Tensor):
-    """Launch on the tensors' device, whichever is current."""
-    if tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice():
-        return torch.cuda.device(tensor.device)
+def _launching(tensor: Tensor):
+    """Launch on the tensors' device, whichever is current; in the deterministic mode, without filling what kernels will write."""
+    elsewhere = tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+    if elsewhere or torch._C._get_deterministic_algorithms():
+        return _elsewhere(tensor.device if elsewhere else None)
     return _nothing
+
+
+@contextmanager
+def _elsewhere(device: torch.device | None) -> Iterator[None]:
+    filled = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    try:
+        with _nothing if device is None else torch.cuda.device(device):
+            yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(filled)
 
 
 def _any_dual(args: Sequence[Any]) -> bool:

@@ -40,6 +40,8 @@ SMALL = {
     "hostile_border": dict(B=1, C=3, H=5, W=6, Q=7, D=4, layout="hostile", padding="border"),
     "hostile_bicubic": dict(B=1, C=2, H=5, W=6, Q=7, D=4, layout="hostile", padding="reflection", mode="bicubic", seed=1),
     "hostile_volume": dict(_VOLUME, layout="hostile", padding="reflection", corners=True),
+    "smooth": dict(B=1, C=3, H=5, W=9, Q=6, D=9, layout="flow"),
+    "smooth_volume": dict(_VOLUME, Q=4, D=5, layout="identity"),
     "one_input": dict(_PLANE, B=2, inputs=1),
     "one_grid": dict(_PLANE, B=2, grids=1),
     "no_batch": dict(_PLANE, B=0),

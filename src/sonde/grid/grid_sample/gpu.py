@@ -112,7 +112,7 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     if "grid" in wants:
         of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     if "input" in wants:
-        as_it_is = torch.empty(input.shape, memory_format=memory_format(input, True), device="meta").stride()
+        as_it_is = torch.empty(input.shape, memory_format=_summed_in(input), device="meta").stride()
         of_gradient = _pixel_strides(input, torch.int64 if fixed else wide) if through else as_it_is
     if wants:
         of_out = _outline(grad).flatten(2).stride()
@@ -175,7 +175,12 @@ def _sums(this: Backward, input: Tensor) -> Tensor:
     dtype = torch.int64 if this.marks else this.wide
     if this.through:
         return empty_pixels(_tall(input.shape), dtype, input.device, zero=True)
-    return torch.zeros_like(input, dtype=dtype, memory_format=memory_format(input, True))
+    return torch.zeros_like(input, dtype=dtype, memory_format=_summed_in(input))
+
+
+def _summed_in(input: Tensor) -> torch.memory_format:
+    """The layout that its gradient is summed in, if not by way of pixels: few channels are added plane by plane."""
+    return torch.contiguous_format if input.shape[1] < 4 else memory_format(input, True)
 
 
 def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, most: Tensor | None) -> Tensor:
@@ -183,9 +188,14 @@ def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, m
     digits = units(this.step.problem) if this.step else 0
     if this.through:
         return to_planes(sums, input.dtype, low, most, digits).view(input.shape)
-    if most is None:
-        return sums.to(input.dtype)
-    return finish(sums, low, most, digits, torch.empty_like(sums, dtype=input.dtype))
+    if not _finishes(this, input):
+        return sums
+    return finish(sums, low, most, digits, torch.empty_like(input, memory_format=memory_format(input, True)))
+
+
+def _finishes(this: Backward, input: Tensor) -> bool:
+    """Whether sums are not yet the gradient."""
+    return bool(this.marks) or input.dtype != this.wide or _summed_in(input) != memory_format(input, True)
 
 
 def plan(
@@ -233,10 +243,8 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
         if this.through:
             add(transpose.title, (), same, after)
-        elif fixed:
+        elif "input" in this.wants and _finishes(this, input):
             add("_finish", (), same, after)
-        elif "input" in this.wants and input.dtype != this.wide:
-            add("torch.Tensor.to", (), same, after)
     if this.zeros:
         add("torch.zeros", ("grid",), same, 0)
     return found
@@ -248,7 +256,7 @@ def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
     pixels, room, wide = input.numel() // max(1, C), 0, this.wide.itemsize
     if "grid" in this.wants and this.repeated:
         room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * wide
-    if "input" not in this.wants or (not this.through and not this.marks and input.dtype == this.wide):
+    if "input" not in this.wants or (not this.through and not _finishes(this, input)):
         return room, room
     each = 8 if this.marks else wide
     buffer = pixels * (pixel_stride(C, each) if this.through else C) * each

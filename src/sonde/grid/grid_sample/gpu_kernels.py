@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import jit
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2
-from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, none, over_channels, tile
+from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
 from .._gpu_fixed import FLOAT, add, digits, multiple
 
 ENOUGH = 2048  # programs that keep any device busy
@@ -112,7 +112,10 @@ def _config(p: Problem, each: int) -> Config:
     What decides the order of a sum over channels depends on the points of a grid, never on how many grids there are.
     """
     C, taps, warps = max(1, p.C), TAPS[p.mode] ** p.dim, 4
-    if p.last:
+    if p.last and p.stage:  # integers are added one by one: threads side by side have channels side by side
+        block_c, warps, tiles = min(32, power_of_2(C)), 8, 1
+        block_p = 32 * warps // block_c
+    elif p.last:
         block_c = min(64 if p.vector <= 4 else 128, power_of_2(C))
         block_p, tiles = max(1, 32 * warps * each // block_c), 1
     else:
@@ -408,6 +411,11 @@ def _gradients(
             most = tl.load(largest + b // INPUT_GROUP)
         if low is not None:
             low_image = low + (b // INPUT_GROUP) * D_B
+    # where pixels are neighbours in memory, so are most samples of a smooth grid: they add up before they are added
+    MERGE: tl.constexpr = d_input is not None and not LAST and BLOCK_C == 1 and BLOCK_P >= 32 and TAPS == 2 and STAGE < 2
+    if MERGE:
+        live = any_of(kx) & any_of(ky) & any_of(kz)
+        joined, taken = neighbours(live, zs[0], ys[0], xs[0], H, W, BLOCK_P)
     dots = ()  # of the result's gradient and the pixels of each tap, channel by channel of the tile
     if d_grid is not None:
         for _ in tl.static_range(SLICES * TAPS * TAPS):
@@ -447,6 +455,10 @@ def _gradients(
                             if not LAST and BLOCK_C > 1:
                                 at = tl.max_contiguous(at, [BLOCK_P, 1])
                             term = gs[k] * (wz[z] * wy[y] * wx[x])
+                            if MERGE and x == 0:
+                                term += tl.where(joined, shift(gs[k] * (wz[z] * wy[y] * wx[1]), -1, BLOCK_P), 0)
+                            if MERGE and x == 1:
+                                there = there & ~taken
                             if STAGE == 0:
                                 tl.atomic_add(d_image + at, term, mask=there, sem="relaxed")
                             else:
