@@ -7,7 +7,7 @@ block of channels, so that no bit depends on threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from ...op.cpu import exact_part, jit, part, run
-from ...op.lanes import LANES, fma, intrinsic, load, spread, store, total
+from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._reference import accumulator, joint_batch
+from ._cpu_few import FEW, FEW_BLOCK, few_dots, few_forward, few_scatter
+from ._cpu_taps import axis
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 TAPS = (2, 1, 4)  # of each mode, along an axis
 BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
-FAR = 2.0**30
 
 
 def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
     wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
-    last = _last(input)
     out = torch.empty((B, C, *grid.shape[1:-1]), dtype=wide, memory_format=memory_format(input, True))
     how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
     if out.numel():
-        view, kernel = (_pixels, pixels_forward) if last else (_planes, planes_forward)
-        run(kernel, *_blocks(B, points), *how, *view(input, wide), points, *view(out, wide))
+        view, (kernel, _, _) = _by(input, mode)
+        run(kernel, *_blocks(B, points, input, mode), *how, *view(input, wide), points, *view(out, wide))
     return out.to(input.dtype)
 
 
@@ -42,9 +42,9 @@ def backward(
     grad: Tensor, input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *,
     needs: Sequence[bool], deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
-    wide, B, last = accumulator(input, grid), joint_batch(input, grid), _last(input)
+    wide, B = accumulator(input, grid), joint_batch(input, grid)
     how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
-    view = _pixels if last else _planes
+    view, (_, scatter, dots) = _by(input, mode)
     something = grad.numel() and input.numel()
     given = view(grad, wide) if something else ()
     found = []
@@ -52,15 +52,13 @@ def backward(
         d_input = torch.empty(input.shape, dtype=wide, memory_format=memory_format(input, True)).zero_()
         if something:
             items, width = _channels(input)
-            kernel = pixels_scatter if last else planes_scatter
-            run(kernel, items, width, *how, *given, points, *view(d_input, wide), slices_per_thread=1)
+            run(scatter, items, width, *how, *given, points, *view(d_input, wide), slices_per_thread=1)
         found.append(d_input.to(input.dtype))
         del d_input
     if needs[1]:
         d_grid = torch.zeros((B, *points.shape[1:]), dtype=wide)
         if something and mode != "nearest":
-            kernel = pixels_dots if last else planes_dots
-            run(kernel, *_blocks(B, points), *how, *view(input, wide), *given, points, d_grid.numpy())
+            run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, d_grid.numpy())
         if grid.shape[0] != B:
             d_grid = d_grid.view(grid.shape[0], -1 if grid.numel() else 0, *points.shape[1:]).sum(1)
         found.append(d_grid.view(grid.shape).to(grid.dtype))
@@ -72,28 +70,41 @@ def plan(
 ) -> list[Kernel]:
     """What the two above launch and allocate."""
     wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
-    last, samples = _last(input), B * prod(grid.shape[1:-1])
-    name = "pixels" if last else "planes"
+    last, samples, names = _last(input), B * prod(grid.shape[1:-1]), [kernel.__name__ for kernel in _by(input, mode)[1]]
     copies = 0 if grid.dtype == wide and grid.is_contiguous() else grid.numel()
     dense = input.is_contiguous() or memory_format(input, True) != torch.contiguous_format
     image = 0 if input.dtype == wide and dense else input.numel()
     half = input.dtype != wide
 
-    def kernel(what: str, writes: str, elements: int, phase: Any = "backward") -> Kernel:
+    def kernel(name: str, writes: str, elements: int, phase: Any = "backward") -> Kernel:
         promise = Determinism.BATCH_INVARIANT
         if writes == "grid" and grid.shape[0] != B:
             promise = Determinism.RUN_TO_RUN
-        return Kernel(f"{name}_{what}", (writes,), wide, promise, elements * wide.itemsize, phase)
+        return Kernel(name, (writes,), wide, promise, elements * wide.itemsize, phase)
 
-    found = [kernel("forward", "out", copies + image + half * samples * C, "forward")]
+    found = [kernel(names[0], "out", copies + image + half * samples * C, "forward")]
     copies += (half or last) * samples * C  # of the result's gradient, whatever its layout
     if needs[0]:
-        found.append(kernel("scatter", "input", copies + half * input.numel()))
+        found.append(kernel(names[1], "input", copies + half * input.numel()))
     if needs[1]:
         again = grid.dtype != wide or grid.shape[0] != B
         left = needs[0] and half and input.numel()  # the other gradient before it was rounded: a thread may not have let go of it
-        found.append(kernel("dots", "grid", copies + image + left + again * samples * grid.shape[-1]))
+        found.append(kernel(names[2], "grid", copies + image + left + again * samples * grid.shape[-1]))
     return found
+
+
+def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, Callable]]:
+    """How kernels see images, and which they are: for the value, for the gradient of the input and for that of the grid."""
+    if _last(input):
+        return _pixels, (pixels_forward, pixels_scatter, pixels_dots)
+    if _few(input, mode):
+        return _planes, (few_forward, few_scatter, few_dots)
+    return _planes, (planes_forward, planes_scatter, planes_dots)
+
+
+def _few(input: Tensor, mode: str) -> bool:
+    """Whether all channels of a sample are done together, one by one."""
+    return input.ndim == 4 and mode == "bilinear" and input.shape[1] <= FEW and not _last(input)
 
 
 def _last(input: Tensor) -> bool:
@@ -130,10 +141,10 @@ def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
     return x if x.dtype == wide and x.is_contiguous() else torch.empty(x.shape, dtype=wide).copy_(x)
 
 
-def _blocks(B: int, points: Any) -> tuple[int, int]:
+def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:
     """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
     P, all_threads = points.shape[1], 8 * torch.get_num_threads()
-    block = min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+    block = min(FEW_BLOCK if _few(input, mode) else BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
     return B * -(-P // block), block
 
 
@@ -323,7 +334,7 @@ def _locate(points, b, p, m, Z, H, W, dim, taps, pad, align, index, weight, slop
     at, part_of, rate = lines
     K, real = index.shape[0], points.dtype.type
     for d in range(dim):  # x, y, z
-        _axis(points, b, p, m, d, W if d == 0 else H if d == 1 else Z, taps, pad, align, at, part_of, rate)
+        axis(points, b, p, m, d, W if d == 0 else H if d == 1 else Z, taps, pad, align, at, part_of, rate)
     for k in range(K):
         x, y, z = k % taps, taps + k // taps % taps, 2 * taps + k // (taps * taps)
         if dim == 2:
@@ -343,123 +354,3 @@ def _locate(points, b, p, m, Z, H, W, dim, taps, pad, align, index, weight, slop
                 slope[K + k, i] = above * rate[y, i] * part_of[x, i]
                 if dim == 3:
                     slope[2 * K + k, i] = rate[z, i] * part_of[y, i] * part_of[x, i]
-
-
-@exact_part
-def _axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate):
-    """The taps along axis `d`. Every loop is simple enough to be vectorised, every operation is rounded as in the reference."""
-    real = points.dtype.type
-    first = d * taps
-    _positions(points, b, p, m, d, size, taps, pad, align, part_of[first], rate[first])
-    x, slope = part_of[first], rate[first]
-    one, half, number = real(1), real(0.5), at.dtype.type
-    if taps == 1:
-        for i in range(m):
-            x0 = np.floor(x[i])
-            t = x[i] - x0
-            up = t > half or (t == half and x0 - real(2) * np.floor(x0 * half) == one)
-            j = number(x0) + number(up)
-            at[first, i] = j if j >= 0 and j < size else -1
-            x[i], slope[i] = one, real(0)
-    elif taps == 2:
-        for i in range(m):
-            x0 = np.floor(x[i])
-            t, j, s = x[i] - x0, number(x0), slope[i]
-            at[first, i] = j if j >= 0 and j < size else -1
-            at[first + 1, i] = j + 1 if j >= -1 and j + 1 < size else -1
-            part_of[first, i], part_of[first + 1, i] = one - t, t
-            rate[first, i], rate[first + 1, i] = -s, s
-    else:
-        for i in range(m):
-            x0 = np.floor(x[i])
-            t, j, s = x[i] - x0, number(x0), slope[i]
-            part_of[first, i], rate[first, i] = _outer(t + one), s * _outer_slope(t + one)
-            part_of[first + 1, i], rate[first + 1, i] = _inner(t), s * _inner_slope(t)
-            part_of[first + 2, i], rate[first + 2, i] = _inner(one - t), -s * _inner_slope(one - t)
-            part_of[first + 3, i], rate[first + 3, i] = _outer(one + one - t), -s * _outer_slope(one + one - t)
-            for k in range(4):
-                at[first + k, i] = _fold(j - 1 + k, size, pad, align) if j > -8 else -1
-
-
-@exact_part
-def _positions(points, b, p, m, d, size, taps, pad, align, x, slope):
-    """Where samples are on an axis of pixels, −16 for those that see none, and d position / d u."""
-    real = points.dtype.type
-    one, half, n, zero, nowhere, end = real(1), real(0.5), real(size), real(0), real(-16), real(np.inf)
-    for i in range(m):
-        u = points[b, p + i, d]
-        x[i] = (u + one) * half * (n - one) if align else ((u + one) * n - one) * half
-        slope[i] = half * (n - one) if align else half * n
-    if pad == 2:
-        low, span = (0.0, max(size - 1.0, 1.0)) if align else (-0.5, max(size + 0.0, 1.0))
-        for i in range(m):
-            # taps that are folded one by one are whole periods apart, exactly
-            a = abs(np.float64(x[i]) - low) if taps == 4 else np.float64(abs(x[i] - real(low)))
-            near = a < FAR
-            a = a if near else 0.0
-            flips = np.floor(a / span)
-            rest = a - flips * span  # exact: a multiple of the last digit of a
-            wrong = rest < 0.0
-            flips, rest = flips - 1.0 if wrong else flips, rest + span if wrong else rest
-            back = flips - 2.0 * np.floor(flips * 0.5) == 1.0
-            turned = back != (x[i] < real(low))
-            slope[i] = -slope[i] if turned else slope[i]
-            rest = span - rest if back else rest
-            x[i] = end if not near else real(rest + low) if taps == 4 else real(rest) + real(low)
-    if pad > 0:
-        floor, ceiling = (-one, n) if taps == 4 else (zero, n - one)
-        for i in range(m):
-            u = points[b, p + i, d]
-            live = abs(u) < end and (pad == 1 or x[i] < end)
-            flat = taps < 4 and not (x[i] > floor and x[i] < ceiling)
-            slope[i] = zero if flat else slope[i]
-            x[i] = min(max(x[i], floor), ceiling) if live else nowhere
-    for i in range(m):
-        x[i] = x[i] if x[i] >= real(-2) and x[i] <= n + one and size > 0 else nowhere
-
-
-@part
-def _fold(i, size, pad, align):
-    """The pixel that stands for tap `i`, −1 where there is none."""
-    if i >= 0 and i < size:
-        return i
-    if pad == 0:
-        return -1
-    if pad == 1:
-        return min(max(i, 0), size - 1)
-    period = max(2 * size - 2 * align, 1)
-    i %= period
-    return i if i < size else period - 1 + align - i
-
-
-# the cubic kernel for 0 ≤ t ≤ 1 and for 1 ≤ t ≤ 2, with a = −¾, and its derivatives
-
-
-@exact_part
-def _inner(t):
-    return t * t * (t * _like(t, 1.25) - _like(t, 2.25)) + _like(t, 1)
-
-
-@exact_part
-def _outer(t):
-    return ((_like(t, 3.75) - _like(t, 0.75) * t) * t - _like(t, 6)) * t + _like(t, 3)
-
-
-@exact_part
-def _inner_slope(t):
-    return (_like(t, 3.75) * t - _like(t, 4.5)) * t
-
-
-@exact_part
-def _outer_slope(t):
-    return (_like(t, 7.5) - _like(t, 2.25) * t) * t - _like(t, 6)
-
-
-@intrinsic
-def _like(typing, t, number):
-    """A number in the type of `t`: Numba's literals would make everything float64."""
-
-    def generate(context, builder, signature, args):
-        return context.cast(builder, args[1], signature.args[1], signature.return_type)
-
-    return t(t, number), generate
