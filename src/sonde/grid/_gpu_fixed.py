@@ -89,7 +89,7 @@ def add(at, low, x, mask, STAGE: tl.constexpr, DIGITS):
     else:
         odd = mask & ~(tl.abs(x) < float("inf"))
         if STAGE == 2:
-            tl.atomic_max(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd, sem="relaxed")
+            tl.store(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd)  # whoever comes first
         else:
             sign = tl.where(x > 0, 1, tl.where(x < 0, 2, 3))
             tl.atomic_or(at, sign.to(tl.int64), mask=odd, sem="relaxed")

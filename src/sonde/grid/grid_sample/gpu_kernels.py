@@ -391,7 +391,8 @@ def _gradients(
     p = (tl.program_id(0) % blocks).to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     in_p = p < P
     if STAGE > 1:
-        in_p = in_p & (tl.load(largest + INPUTS) > 0)  # else there is nothing to mark
+        odd = tl.load(largest + INPUTS) > 0  # else there is nothing to mark
+        in_p = in_p & odd
     WANTS: tl.constexpr = d_grid is not None
     ux = coordinate(grid, b, p, in_p, 0, GRID_GROUP, G_B, G_P, G_D, ACC)
     uy = coordinate(grid, b, p, in_p, 1, GRID_GROUP, G_B, G_P, G_D, ACC)
@@ -423,7 +424,7 @@ def _gradients(
     start = tl.program_id(1).to(OFFSET) * CHUNK
     stop = tl.minimum(start + CHUNK, C)
     if STAGE > 1:
-        stop = tl.where(tl.load(largest + INPUTS) > 0, stop, start)
+        stop = tl.where(odd, stop, start)
     for c0 in range(start, stop, BLOCK_C * TILES):
         gs = ()
         for k in tl.static_range(TILES):
