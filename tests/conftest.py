@@ -35,12 +35,29 @@ else:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sonde"))
 
 
+# what torch makes of an operator, which every implementation gets from the same lines
+OF_TORCH = {
+    "test_gradcheck", "test_saves_nothing_but_its_inputs", "test_derivative_of_a_graph_comes_from_kernels", "test_registration",
+    "test_registration_with_channels_last", "test_compiles_once_for_all_sizes", "test_compiles_every_path",
+    "test_determinism_flag_is_in_the_graph", "test_exports_runs_and_trains", "test_vmap_is_one_call", "test_torch_func_grad",
+    "test_vmap_and_grad_compose", "test_jacobians_and_forward_mode", "test_forward_mode_is_never_silently_zero",
+    "test_transforms_compile",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one.
+
+    The interpreter takes minutes for what torch makes of every operator; one stands for all there, and Numba runs them all.
+    """
+    for item in items if not torch.cuda.is_available() else ():
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        interpreted = "triton" in (given.get("target"), given.get("impl"))
+        if interpreted and item.originalname in OF_TORCH and given.get("operator") != "grid.sample_sum":
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):

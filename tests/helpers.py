@@ -24,6 +24,8 @@ OPERATORS = [
     "grid.sample_sum",
     "grid.sample_dot",
     "grid.grid_sample",
+    "grid.deformable_aggregation",
+    "grid.ms_deform_attn",
 ]  # a new operator adds its name; the rest is derived from its folder
 
 HAS_GPU = torch.cuda.is_available()
@@ -46,18 +48,18 @@ class Target:
 @dataclass(frozen=True)
 class Operator:
     path: str
-    function: Callable  # the public one
+    public: Callable
     op: Callable  # what operator() returned
-    reference: Callable
+    definition: Callable
+    registered: Callable  # the schema's arguments from the public ones
     cases: ModuleType
 
     @staticmethod
     def find(path: str) -> Operator:
         name = path.rsplit(".", 1)[-1]
-        part = {file: import_module(f"sonde.{path}.{file}") for file in ("api", "reference", "cases")}
-        return Operator(
-            path, getattr(part["api"], name), getattr(part["api"], f"_{name}"), getattr(part["reference"], name), part["cases"]
-        )
+        api, reference, cases = (import_module(f"sonde.{path}.{file}") for file in ("api", "reference", "cases"))
+        same = getattr(api, "arguments", lambda *args: args)
+        return Operator(path, getattr(api, name), getattr(api, f"_{name}"), getattr(reference, name), same, cases)
 
     @property
     def name(self) -> str:
@@ -65,7 +67,31 @@ class Operator:
 
     @property
     def arguments(self) -> list[str]:
-        return list(inspect.signature(self.reference).parameters)
+        return [name for name in inspect.signature(self.public).parameters if name != "impl"]
+
+    @property
+    def function(self) -> Callable:
+        """The public one; an option that it takes by keyword only comes last here."""
+        last = self.arguments[-1]
+        if inspect.signature(self.public).parameters[last].kind is not inspect.Parameter.KEYWORD_ONLY:
+            return self.public
+        count = len(self.arguments)
+
+        def call(*args, impl="auto"):
+            if len(args) != count:
+                raise TypeError(f"{self.name}: {count} arguments expected, got {len(args)}")
+            return self.public(*args[:-1], **{last: args[-1]}, impl=impl)
+
+        return call
+
+    @property
+    def reference(self) -> Callable:
+        return lambda *args: self.definition(*self.registered(*args))
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its first argument is an image, which may be channels-last."""
+        return self.arguments[0] in ("images", "input")
 
     @property
     def keeps_layout(self) -> bool:
@@ -95,7 +121,8 @@ def cases() -> list[tuple[str, str]]:
 
 def bench_case(operator: Operator) -> str:
     """A real workload of middle size."""
-    return "pixelsplat_infer" if "pixelsplat_infer" in operator.cases.BENCH else next(iter(operator.cases.BENCH))
+    known = operator.cases.BENCH
+    return next((case for case in ("pixelsplat_infer", "ddetr_dec") if case in known), next(iter(known)))
 
 
 def floats(args: Sequence) -> list[int]:
@@ -443,10 +470,10 @@ def in_child(function: Callable[[], Any], seconds: int = 60) -> Any:
     return value
 
 
-def distinct_sizes(operator: Operator, more: int = 0) -> dict[str, Any]:
+def distinct_sizes(operator: Operator, more: int = 0, keep: Sequence[str] = ()) -> dict[str, Any]:
     """Sizes of the first SMALL case made different from each other and from 2, so that a tracer cannot take one for another."""
     sizes = next(iter(operator.cases.SMALL.values()))
-    letters = [k for k, v in sizes.items() if isinstance(v, int) and k != "octaves"]
+    letters = [k for k, v in sizes.items() if isinstance(v, int) and k not in ("octaves", "cams", "L", *keep)]
     first = ["Q", "B", "heads", "D"]  # what the interpreter loops over stays small
     order = [k for k in first if k in letters] + [k for k in letters if k not in first]
     return {**sizes, **{k: 3 + i + more for i, k in enumerate(order)}}

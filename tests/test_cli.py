@@ -194,10 +194,11 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
         assert r["environment"]["torch"] == torch.__version__
         assert r["environment"]["sonde"] == __version__
         assert "commit" in r["environment"]
-        channels = 4 if r["operator"] == "grid_sample" else 8  # it has no octaves
+        more = {"grid_sample": 4, "deformable_aggregation": 32, "ms_deform_attn": 16}  # no octaves; but cameras, levels, heads
+        channels = more.get(r["operator"], 8)
         assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
-        options = {"num_octaves", "mode", "padding_mode", "align_corners"}
-        assert set(r["figures"]["sonde"]["errors"]) == {"value", *OPERATORS[r["operator"]].arguments} - options
+        options = {"num_octaves", "mode", "padding_mode", "align_corners", "spatial_shapes", "level_starts", "outside", "logits"}
+        assert set(r["figures"]["sonde"]["errors"]) == {"out", *OPERATORS[r["operator"]].arguments} - options
         for phase in ("forward", "forward_backward"):
             for name in ("sonde", "eager"):
                 assert r["figures"][name][phase]["call_ms"] > 0
@@ -226,7 +227,7 @@ def test_wrong_result_has_no_speedup(capsys, tiny, wrong):
     argv = ["bench", "sample_sum", "--device", "cpu", "--impl", "reference", "--case", "tiny", "--backward"]
     code, out, _ = sonde(capsys, *argv)
     assert code == 1
-    assert "WRONG: sample_sum tiny: value is off by 1.0e-03 (at most 2.0e-06)" in out
+    assert "WRONG: sample_sum tiny: out is off by 1.0e-03 (at most 2.0e-06)" in out
     assert "no speed-up" in out
     code, out, _ = sonde(capsys, *argv, "--json", "-")
     (record,) = json.loads(out)

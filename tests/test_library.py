@@ -5,9 +5,13 @@ The operators here exist for these tests only; their "kernels" are modules made 
 
 # ruff: noqa: E731 (short functions read better on one line)
 
+import math
 import sys
+import threading
 import types
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +89,30 @@ _one = operator(
     check=torch.empty_like,
     fake=torch.empty_like,
     differentiable=("x",),
+)
+
+
+# shifted(x, offset, scales): y = x · Π scales + offset, with one offset and a list of numbers for the whole batch
+
+
+def shifted_fake(x, offset, scales):
+    if offset.ndim != 1:
+        raise ValueError(f"zz_shifted: offset must be [C]; got {list(offset.shape)}")
+    return torch.empty_like(x)
+
+
+_shifted = operator(
+    "zz_shifted(Tensor x, Tensor offset, int[] scales) -> Tensor",
+    package=package(
+        "zz_shifted",
+        lambda x, offset, scales: x * math.prod(scales) + offset,
+        lambda grad, x, offset, scales, *, needs, deterministic: [grad * math.prod(scales)],
+    ),
+    reference=lambda x, offset, scales: x * math.prod(scales) + offset,
+    check=shifted_fake,
+    fake=shifted_fake,
+    differentiable=("x",),
+    unbatched=("offset",),
 )
 
 
@@ -172,6 +200,30 @@ def test_vmap_folds(x, gain):
         CALLS.clear()
         close(torch.vmap(scaled, in_dims)(*args), loop(pick))
         assert CALLS == [("forward", 9)]
+
+
+def test_vmap_leaves_alone_what_has_no_batch(x):
+    """A tensor that all rows share reaches the kernels as it is, forwards and backwards, and is not mapped."""
+    offset, many = torch.arange(5.0, dtype=torch.float64), torch.stack([x, x + 1])
+    shifted = lambda a, o: _shifted(a, o, (2, 3), impl="numba")
+    close(torch.vmap(shifted, (0, None))(many, offset), 6 * many + offset)
+    slope = torch.func.grad(lambda a, o: (shifted(a, o) ** 2).sum())
+    close(torch.vmap(slope, (0, None))(many, offset), 12 * (6 * many + offset))
+    compiled = torch.compile(torch.vmap(shifted, (0, None)), fullgraph=True, backend="aot_eager")
+    close(compiled(many, offset), 6 * many + offset)
+    with pytest.raises(ValueError, match="zz_shifted: offset must be the same for all rows"):
+        torch.vmap(shifted, (0, 0))(many, torch.stack([offset, offset]))
+
+
+def test_lists_of_numbers(x):
+    """They are part of what is checked once, and travel to the backward pass and into graphs."""
+    offset = torch.zeros(5, dtype=torch.float64)
+    for scales in ((2, 3), (2, 4), [2, 5]):
+        (grad,) = torch.autograd.grad(_shifted(x.requires_grad_(), offset, scales, impl="numba").sum(), x)
+        close(grad, torch.full_like(x, math.prod(scales)))
+    with pytest.raises(ValueError, match="offset"):
+        _shifted(x, offset[None], (2, 3), impl="numba")
+    torch.library.opcheck(_shifted.forward_op, (x, offset, [2, 3], "numba", False))
 
 
 def test_vmap_of_grad_and_grad_of_vmap(x, gain):
@@ -281,3 +333,18 @@ def test_results_are_tensors_of_their_own(x):
     for out in (*scaled(x), _one(x, impl="numba")):
         assert isinstance(out, Tensor)
         assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_threads_keep_nothing_of_a_call():
+    """A thread of the pool that is late for its share does not keep the operands alive."""
+    cpu = pytest.importorskip("sonde.op.cpu")
+    torch.set_num_threads(2)
+    late, x = threading.Event(), np.zeros(4)
+    memory = weakref.ref(x)
+    cpu._pool(1).submit(late.wait)
+    try:
+        cpu.run(lambda start, stop, x: None, 4, x)
+        del x
+        assert memory() is None
+    finally:
+        late.set()

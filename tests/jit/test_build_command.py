@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from sonde.cli import main
 from sonde.jit import release, winners
+from sonde.jit.kernel import Tunable
 from sonde.jit.release import Built, Entry
 
 
@@ -64,20 +65,21 @@ def test_misspelt_requests(asked, args, message, capsys):
 
 def test_shipped_winners_are_known_and_fit():
     """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
-    from sonde.grid import _gpu_form_kernels as form
+    from sonde.grid import _gpu_form_kernels
+    from sonde.grid.deformable_aggregation import gpu_kernels as aggregation
+    from sonde.grid.grid_sample import gpu_kernels as sample
+    from sonde.grid.ms_deform_attn import gpu_kernels as attention
 
-    kernels = {kernel.name: kernel for kernel in (form.form, form.rows)}
+    modules = (_gpu_form_kernels, sample, aggregation, attention)
+    kernels = {x.name: (x, module) for module in modules for x in vars(module).values() if isinstance(x, Tunable)}
     for file in winners.SHIPPED.glob("*.json"):
         document = json.loads(file.read_text())
         assert file.stem == winners.slug(document["device"])
         assert len(winners.shipped(document["device"])) == len(document["winners"]) > 0
         for row in document["winners"]:
-            exact = {
-                **json.loads(row["constants"]),
-                **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()},
-                "B": 1,
-            }
-            problem = form.Problem(**exact)
-            config = winners.read(form.Config, row["config"])
-            assert config is not None
-            assert kernels[row["kernel"]].fits(problem, config)
+            kernel, module = kernels[row["kernel"]]
+            exact = {**json.loads(row["constants"]), **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()}}
+            problem = module.Problem(**{**dict.fromkeys(kernel.batch, 1), **exact})
+            config = winners.read(module.Config, row["config"])
+            assert config is not None, row
+            assert kernel.fits(problem, config), row

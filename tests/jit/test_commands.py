@@ -191,20 +191,22 @@ def test_tune(capsys, quick, tmp_path):
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
     assert (code, err) == (0, "")
-    names = ["grid.rows", *["grid.form"] * 5, "grid.sample", *["grid.sample_gradients"] * 2]
+    names = ["grid.rows", *["grid.form"] * 5, "grid.sample", "grid.sample_gradients"]
+    for name in ("grid.deformable_aggregation", "grid.ms_deform_attn"):
+        names += [name, *[f"{name}_gradients"] * 2]
     assert [name for name, *_ in quick] == names
     assert {limits for _, *limits in map(tuple, quick) for limits in [tuple(limits)]} == {(3, 5, 60.0)}
-    assert out.startswith("interpreter: 9 of 9 kernels searched")
+    assert out.startswith("interpreter: 14 of 14 kernels searched")
     row = out.splitlines()[3]
     for word in ("grid.rows", "f32 f32 f32 f32", "C=4", "H≥2 W≥2 Q≥2 D≥2", "block_q=", "20.0", "10.0", "2.00×", " 5 ", " 1 "):
         assert word in row
-    assert out.count("does not compile:\n  no such layout") == 9
+    assert out.count("does not compile:\n  no such layout") == len(names)
     found = json.loads(file.read_text())
-    assert (found["policy"], found["interrupted"], found["errors"], len(found["kernels"])) == ("best", False, [], 9)
+    assert (found["policy"], found["interrupted"], found["errors"], len(found["kernels"])) == ("best", False, [], len(names))
     for kernel in found["kernels"]:
         assert (kernel["searched"], kernel["default_us"], kernel["best_us"], kernel["gain"]) == (True, 20.0, 10.0, 2.0)
         assert kernel["failures"][0]["cause"].startswith("does not compile")
-    assert len(open_store().winners()) == 9
+    assert len(open_store().winners()) == len(names)
     assert not _listeners
 
 

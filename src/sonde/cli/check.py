@@ -41,7 +41,7 @@ class Truth:
         if "grid" in exact and exact["grid"].dtype == torch.float32 and self.dtype != torch.float64:
             exact["grid"] = _pixel_exact(exact["grid"], exact["input"], exact["align_corners"])
         self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
-        self.tolerances = dict.fromkeys(["value", *self.names], FIXED.get(self.dtype, 0.0))
+        self.tolerances = dict.fromkeys(["out", *self.names], FIXED.get(self.dtype, 0.0))
         if self.dtype not in FIXED:
             rounded = _definition(operator, args, cotangent, torch.float32, taps)
             dtypes = [self.dtype, *(a.dtype for a in args if isinstance(a, Tensor))]
@@ -49,7 +49,7 @@ class Truth:
             self.tolerances = {k: max(OF_REFERENCE * e, FIXED[torch.float32]) for k, e in floor.items()}
 
     def _errors(self, found: Sequence[Tensor | None]) -> dict[str, float]:
-        return {k: relative_error(x, y) for k, x, y in zip(["value", *self.names], found, self.exact)}
+        return {k: relative_error(x, y) for k, x, y in zip(["out", *self.names], found, self.exact)}
 
     def judge(self, function: Callable, args: Sequence, cotangent: Tensor) -> Verdict:
         out, grads = forward_backward(function, args, cotangent)

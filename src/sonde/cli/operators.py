@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -30,11 +30,23 @@ class Operator:
 
     @property
     def function(self) -> Callable:
-        return getattr(self.module(), self.name)
+        """The public one; what it takes by keyword only comes by position here too, as the cases have it."""
+        function = getattr(self.module(), self.name)
+        options = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
+        if not options:
+            return function
+        n = len(options)
+        return lambda *args, impl: function(*args[:-n], **dict(zip(options, args[-n:])), impl=impl)
 
     @property
     def reference(self) -> Callable:
-        return getattr(self.module(".reference"), self.name)
+        definition = getattr(self.module(".reference"), self.name)
+        return lambda *args: definition(*self.registered(args))
+
+    def registered(self, args: Sequence) -> tuple:
+        """The arguments of the schema, where the public function's are not the same."""
+        arguments = getattr(self.module(".api"), "arguments", None)
+        return tuple(args) if arguments is None else arguments(*args)
 
     @property
     def cases(self) -> ModuleType:
@@ -42,12 +54,14 @@ class Operator:
 
     @property
     def arguments(self) -> list[str]:
-        return [name for name in inspect.signature(self.function).parameters if name != "impl"]
+        return [name for name in inspect.signature(getattr(self.module(), self.name)).parameters if name != "impl"]
 
 
 _ALL = (
     Operator("sample_sum", "grid", queries=dict(samples=1, weights=2), result=2),
     Operator("sample_dot", "grid", queries=dict(samples=1, queries=2, depths=1), result=2),
     Operator("grid_sample", "grid", queries=dict(grid=1), result=2),
+    Operator("deformable_aggregation", "grid", queries=dict(locations=1, weights=1), result=1),
+    Operator("ms_deform_attn", "grid", queries=dict(locations=1, weights=1), result=1),
 )
 OPERATORS = {operator.name: operator for operator in _ALL}

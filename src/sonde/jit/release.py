@@ -262,11 +262,12 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         driver.set_active(Builder(GPUTarget("cuda", int(task.arch.removeprefix("sm_")), 32)))
         winners.pretend(task.device or None)
         _compiled.clear()  # for another architecture
-        cases, gpu = (import_module(f"{task.package}.{name}") for name in ("cases", "gpu"))
+        api, cases, gpu = (import_module(f"{task.package}.{name}") for name in ("api", "cases", "gpu"))
         args = list(cases.make(**{**cases.SMALL, **cases.BENCH}[task.case], dtype=getattr(torch, task.dtype)))
         if task.layout == "channels_last":
             form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
             args[0] = args[0].contiguous(memory_format=form)
+        args = list(getattr(api, "arguments", lambda *same: same)(*args))  # of the schema
         out = gpu.forward(*args)
         needs = [True] * sum(isinstance(a, Tensor) for a in args)
         for deterministic in (False, True):

@@ -53,16 +53,18 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
         return
     step = max(grain, -(-size // (threads * slices_per_thread)))
     starts = iter(range(0, size, step))  # next() is atomic, so this is a queue that all threads share
+    held = [args]  # and dropped at the end: a thread of the pool may remember `work` for longer
 
     def work() -> None:
         for start in starts:
-            kernel(start, min(size, start + step), *args)
+            kernel(start, min(size, start + step), *held[0])
 
     others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     work()
     for other in others:
         if not other.cancel():  # one that has not begun has nothing left to do, and may wait for strangers' work
             other.result()
+    held.clear()
 
 
 @lru_cache(1)

@@ -39,12 +39,11 @@ def load(typing, x, row, column, end):
         pointer, align = _address(context, builder, signature.args[0], *args[:3])
         left = builder.sub(args[3], args[2])
         lanes = pointer.type.pointee
-        long = ir.VectorType(left.type, LANES)
         with builder.if_else(builder.icmp_signed(">=", left, left.type(LANES)), likely=True) as (whole, part):
             with whole:
                 all_lanes, whole_block = builder.load(pointer, align=align), builder.block
             with part:
-                inside = builder.icmp_signed("<", ir.Constant(long, list(range(LANES))), _spread(builder, left, long))
+                inside = _below(builder, left)
                 kind = ir.FunctionType(lanes, [pointer.type, ir.IntType(32), inside.type, lanes])
                 masked = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{_suffix(lanes)}.p0")
                 some_lanes = builder.call(masked, [pointer, ir.IntType(32)(align), inside, ir.Constant(lanes, None)])
@@ -67,6 +66,27 @@ def store(typing, v, x, row, column):
         return context.get_dummy_value()
 
     return types.none(v, x, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_some(typing, v, x, row, column, end):
+    """``x[row, column : column + LANES] = v``; those from column `end` on are not written."""
+
+    def generate(context, builder, signature, args):
+        pointer, align = _address(context, builder, signature.args[1], *args[1:4])
+        left = builder.sub(args[4], args[3])
+        lanes = pointer.type.pointee
+        with builder.if_else(builder.icmp_signed(">=", left, left.type(LANES)), likely=True) as (whole, part):
+            with whole:
+                builder.store(args[0], pointer, align=align)
+            with part:
+                inside = _below(builder, left)
+                kind = ir.FunctionType(ir.VoidType(), [lanes, pointer.type, ir.IntType(32), inside.type])
+                masked = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.store.{_suffix(lanes)}.p0")
+                builder.call(masked, [args[0], pointer, ir.IntType(32)(align), inside])
+        return context.get_dummy_value()
+
+    return types.none(v, x, types.intp, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -112,6 +132,12 @@ def _address(context, builder, array_type, array, row, column):
     lanes = ir.VectorType(x.data.type.pointee, LANES)
     first = builder.gep(x.data, [builder.add(builder.mul(row, width), column)])
     return builder.bitcast(first, lanes.as_pointer()), array_type.dtype.bitwidth // 8
+
+
+def _below(builder, left):
+    """Which lanes come before `left`."""
+    long = ir.VectorType(left.type, LANES)
+    return builder.icmp_signed("<", ir.Constant(long, list(range(LANES))), _spread(builder, left, long))
 
 
 def _spread(builder, number, lanes):

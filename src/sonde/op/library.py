@@ -23,7 +23,7 @@ from .cache import remember
 
 NAMESPACE = "sonde"
 KERNELS = {"triton": "gpu", "numba": "cpu"}
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list}
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, tuple}
 
 
 def operator(
@@ -35,6 +35,7 @@ def operator(
     fake: Callable,
     differentiable: Sequence[str],
     channels_last: Sequence[str] = (),
+    unbatched: Sequence[str] = (),
     saved: Sequence[int] = (),
     no_grad: Sequence[int] = (),
 ) -> Callable:
@@ -53,10 +54,11 @@ def operator(
         fake: Checks its arguments too and returns empty results.
         differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
         channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
+        unbatched: Tensors without a batch dimension, the same for all rows of the others'.
         saved: Positions of the results that the backward pass wants to see.
         no_grad: Positions of the results that have no gradient.
 
-    Every tensor has a leading batch dimension, into which ``torch.func.vmap`` folds the mapped one.
+    Every other tensor has a leading batch dimension, into which ``torch.func.vmap`` folds the mapped one.
     """
     signature, result = schema.split(" -> ")
     name, inputs = signature.rstrip(")").split("(", 1)
@@ -66,6 +68,7 @@ def operator(
     values = [i for i in range(len(names)) if i not in tensors]
     count = len(names)
     wanted = [names.index(n) for n in differentiable]
+    alone = {names.index(n) for n in unbatched}
     keep_format = {names.index(n) for n in channels_last}
     results = result.count("Tensor")
     graded = [i for i in range(results) if i not in no_grad]
@@ -122,6 +125,13 @@ def operator(
 
         return torch.func.vjp(partial, *[args[i] for i in chosen])[1](tuple(grads))
 
+    def fold(info, in_dims, args, function, first: int = 0):
+        """vmap by one call: the mapped dimension becomes part of the batch. `first` is where the inputs begin."""
+        for i in alone:
+            if in_dims[first + i] is not None:
+                raise ValueError(f"{name}: {names[i]} must be the same for all rows of a batch; torch.vmap must not map it")
+        return _fold(info, in_dims, args, function, {first + i for i in alone})
+
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(impl, deterministic, *args):
@@ -162,7 +172,7 @@ def operator(
 
         @staticmethod
         def vmap(info, in_dims, impl, deterministic, *args):
-            return _fold(info, in_dims[2:], args, lambda *xs: Forward.apply(impl, deterministic, *xs))
+            return fold(info, in_dims[2:], args, lambda *xs: Forward.apply(impl, deterministic, *xs))
 
     class Backward(torch.autograd.Function):
         """First derivatives by kernels, whoever asks; only *their* derivative goes through the reference."""
@@ -192,7 +202,7 @@ def operator(
 
         @staticmethod
         def vmap(info, in_dims, needs, impl, deterministic, *args):
-            return _fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs))
+            return fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs), g)
 
     class Eager(torch.autograd.Function):
         """Forward, where torch.func is not at work: its conventions cost as much as a launch."""
@@ -238,8 +248,8 @@ def operator(
     # graphs of torch.export train too, and torch.func works inside torch.compile
     torch.library.impl(f"{NAMESPACE}::{name}", "Autograd", dispatched)
     torch.library.impl(f"{NAMESPACE}::{name}_backward", "Autograd", dispatched_backward)
-    for op in (forward_op, backward_op):
-        torch.library.register_vmap(op, lambda info, in_dims, *args, op=op: _fold(info, in_dims, args, op))
+    for op, first in ((forward_op, 0), (backward_op, g)):
+        torch.library.register_vmap(op, lambda info, in_dims, *args, op=op, first=first: fold(info, in_dims, args, op, first))
 
     accepted: dict[tuple, bool] = {}
 
@@ -358,15 +368,14 @@ def _replace(values: Sequence, where: Sequence[int], by: Sequence) -> list:
     return values
 
 
-def _fold(info, in_dims, args, function):
-    """vmap by one call: the mapped dimension becomes part of the batch."""
+def _fold(info, in_dims, args, function, alone):
     n = info.batch_size
 
-    def folded(x, dim):
-        if not isinstance(x, Tensor):
+    def folded(i, x, dim):
+        if not isinstance(x, Tensor) or i in alone:
             return x
         return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
-    out = function(*[folded(x, dim) for x, dim in zip(args, in_dims)])
+    out = function(*[folded(i, x, dim) for i, (x, dim) in enumerate(zip(args, in_dims))])
     parts = tuple(x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in _tuple(out))
     return (parts, (0,) * len(parts)) if isinstance(out, (tuple, list)) else (parts[0], 0)

@@ -1,0 +1,93 @@
+"""What the ``ops`` of SparseDrive and Sparse4D call by these names; what they mean is said at :func:`sonde.deformable_aggregation`.
+
+The result has the dtype of the feature maps (theirs is always float32), and shapes and starts may also be tuples of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import deformable_aggregation as _deformable_aggregation
+from ..grid import feature_maps_format as _feature_maps_format
+
+__all__ = ["CUDA_EXT_AVAILABLE", "DeformableAggregationFunction", "deformable_aggregation_function", "feature_maps_format"]
+
+CUDA_EXT_AVAILABLE = True  # so that models take the fused path; there is nothing to compile
+
+
+def deformable_aggregation_function(
+    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sampling_location: Tensor, weights: Tensor
+) -> Tensor:
+    """Sum what each anchor's key points see.
+
+    Args:
+        feature_maps: ``[B, S, C]``.
+        spatial_shape: ``[cams, L, 2]``.
+        scale_start_index: ``[cams, L]``.
+        sampling_location: ``[B, anchors, points, cams, 2]``.
+        weights: ``[B, anchors, points, cams, L, groups]``.
+
+    Returns:
+        ``[B, anchors, C]``.
+    """
+    return _deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sampling_location, weights)
+
+
+def feature_maps_format(feature_maps: Sequence, inverse: bool = False) -> list:
+    """Maps to rows of pixels and back.
+
+    Args:
+        feature_maps: Maps ``[B, cams, C, H, W]``, one for each level; or a list of such lists, where groups of cameras have maps
+            of different sizes. With `inverse` what this function returned.
+        inverse: The way back.
+
+    Returns:
+        ``[features, spatial_shape, scale_start_index]``, ``[B, S, C]``, ``[cams, L, 2]`` and ``[cams, L]``, the latter two on the
+        CPU, where nothing waits for them. The starts count from the first row of all groups; in the originals each group counts
+        from its own, which its kernel misreads. With `inverse` a list of maps for each group of neighbouring cameras with
+        equal sizes.
+
+    Example:
+        >>> import torch
+        >>> maps = [torch.zeros(1, 2, 8, 4, 6), torch.zeros(1, 2, 8, 2, 3)]
+        >>> features, spatial_shape, scale_start_index = feature_maps_format(maps)
+        >>> features.shape, scale_start_index.tolist()
+        (torch.Size([1, 60, 8]), [[0, 24], [30, 54]])
+        >>> [x.shape for x in feature_maps_format([features, spatial_shape, scale_start_index], inverse=True)[0]]
+        [torch.Size([1, 2, 8, 4, 6]), torch.Size([1, 2, 8, 2, 3])]
+    """
+    if inverse:
+        return _maps(*feature_maps)
+    groups = feature_maps if isinstance(feature_maps[0], (list, tuple)) else [feature_maps]
+    rows, shapes, starts = [], [], []
+    first = 0
+    for maps in groups:
+        features, shape, start = _feature_maps_format(maps)
+        rows.append(features)
+        shapes.append(torch.tensor(shape))
+        starts.append(torch.tensor(start) + first)
+        first += features.shape[1]
+    return [rows[0] if len(rows) == 1 else torch.cat(rows, 1), torch.cat(shapes), torch.cat(starts)]
+
+
+class DeformableAggregationFunction:
+    """``DeformableAggregationFunction.apply`` and, of Sparse4D, ``DeformableAggregationFunction.feature_maps_format``."""
+
+    apply = staticmethod(deformable_aggregation_function)
+    feature_maps_format = staticmethod(feature_maps_format)
+
+
+def _maps(features: Tensor, spatial_shape: Any, scale_start_index: Any) -> list[list[Tensor]]:
+    shapes = spatial_shape.tolist() if isinstance(spatial_shape, Tensor) else spatial_shape
+    groups = [(shape, len(list(cameras))) for shape, cameras in groupby(shapes)]
+    sizes = [[h * w for h, w in shape] for shape, _ in groups]
+    parts = features.split([cams * sum(size) for (_, cams), size in zip(groups, sizes)], 1)
+    return [
+        [x.unflatten(2, hw).permute(0, 1, 4, 2, 3) for x, hw in zip(part.unflatten(1, (cams, -1)).split(size, 2), shape)]
+        for part, (shape, cams), size in zip(parts, groups, sizes)
+    ]

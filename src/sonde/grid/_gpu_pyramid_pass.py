@@ -1,0 +1,227 @@
+"""What a pass over a feature pyramid does: decided once for each kind of operands; the call and the plan both go by it.
+
+Operands are ``(features, spatial_shapes, level_starts, locations, weights)``, of which the first, fourth and fifth have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..jit.kernel import Tunable, dtypes_of
+from ..op.cache import remember
+from ..op.plan import Determinism, Kernel
+from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
+from ._gpu_pyramid_segments import Problem as Segments
+from ._gpu_pyramid_segments import launches, rows_gradient, workspace
+from ._pyramid import numbers
+from ._reference import accumulator
+
+
+class Operator(NamedTuple):
+    """What is an operator's own."""
+
+    names: tuple[str, str, str]  # of the operands that have gradients
+    shape: Callable[..., tuple[int, ...]]  # of the result, from features and weights
+    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, flag, whether it is of gradients
+    segments: Callable[..., Segments]  # from the same but the last
+    value: Tunable
+    gradients: Tunable
+    total: Tunable | None = None  # adds up the slices that the problem may have
+    soft: bool = False  # the flag means that weights are logits
+
+
+class Forward(NamedTuple):
+    levels: Levels
+    copies: tuple[int, ...]  # operands that are made contiguous
+    shape: tuple[int, ...]
+    parts: tuple[int, ...] | None  # of the sums that are added up afterwards
+    wide: torch.dtype
+    steps: tuple[jit.Step, ...]
+
+
+class Backward(NamedTuple):
+    levels: Levels
+    copies: tuple[int, ...]  # the result's gradient being the first
+    wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
+    step: jit.Step | None
+    segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
+    soft: bool
+    wide: torch.dtype
+
+
+_passes: dict[tuple, Any] = {}
+
+
+def _remembered(kind: str, prepare: Callable, op: Operator, T: Sequence[Any], levels: tuple[int, ...], *options: Any) -> Any:
+    kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in T]
+    key = (kind, op.names, levels, *options, T[0].get_device(), jit.state(), *kinds)
+    found = _passes.get(key)
+    return remember(_passes, key, prepare(op, T, levels, *options)) if found is None else found
+
+
+def _described(T: Sequence[Any], levels: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
+    """Numbers where the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
+    features, shapes, starts, *others = T
+    if shapes is None or (shapes.device == features.device and starts.device == features.device):
+        return list(T), tuple(levels)
+    return [features, None, None, *others], tuple(numbers((shapes, starts, ())))
+
+
+def _tables(levels: Levels, features: Tensor, shapes: Tensor | None, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What kernels are told of the levels."""
+    if levels.table:
+        return (table_of(levels.table, features.device),) * 2
+    if shapes is None or starts is None:  # there are none
+        return (features.new_empty(0, dtype=torch.int32),) * 2
+    return shapes.contiguous(), starts.contiguous()
+
+
+def _levels(features: Tensor, starts: Tensor | None, levels: tuple[int, ...]) -> Levels:
+    return levels_of(len(levels) // 3 if starts is None else starts.numel(), levels, features.shape[1])
+
+
+def forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Tensor:
+    T, levels = _described(T, levels)
+    this = _remembered("forward", prepare_forward, op, T, levels, flag, int64)
+    for i in this.copies:
+        T[i] = T[i].contiguous()
+    features, shapes, starts, locations, weights = T
+    out = features.new_empty(this.shape)
+    sums = None if this.parts is None else features.new_empty(this.parts, dtype=this.wide)
+    tensors = (features, *_tables(this.levels, features, shapes, starts), locations, weights, out, sums)
+    for step in this.steps:
+        step(tensors)
+    return out
+
+
+def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], flag: bool, int64: bool) -> Forward:
+    """Decide; operands may have no values."""
+    features, _, starts, locations, weights = T
+    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(features, starts, levels)
+    copies = [i for i in (0, 3, 4) if (layout.copy if i == 0 else not T[i].is_contiguous())]
+    problem = op.problem(features, weights, known, layout, wide, flag, False)
+    shape, slices = op.shape(features, weights), getattr(problem, "slices", 1)
+    steps = [jit.Step(op.value, problem, [0, 1, 2, 3, 4, 5 if slices == 1 else 6])]
+    if slices > 1:
+        steps.append(jit.Step(op.total, problem, [6, 5]))  # type: ignore[arg-type]
+    return Forward(known, tuple(copies), shape, (*shape[:2], slices, shape[2]) if slices > 1 else None, wide, tuple(steps))
+
+
+def backward(
+    op: Operator, grad: Tensor, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool,
+    int64: bool,
+) -> list[Tensor]:  # fmt: skip
+    T, levels = _described(T, levels)
+    T.append(grad)
+    this = _remembered("backward", prepare_backward, op, T, levels, flag, tuple(needs), deterministic, int64)
+    dtype, size = T[0].dtype, T[0].shape
+    for i in this.copies:
+        T[i] = T[i].contiguous()
+    features, shapes, starts, locations, weights, grad = T
+    tables = _tables(this.levels, features, shapes, starts)
+    found: list[Any] = [None, *(torch.empty_like(t) if need else None for t, need in zip((locations, weights), needs[1:]))]
+    if this.step is not None:
+        if 0 in this.wants:
+            found[0] = torch.zeros(size, dtype=this.wide, device=grad.device)
+        this.step((grad, features, *tables, locations, weights, *found))
+    del features, T  # a copy is read no more: make room
+    if this.segments is not None:
+        if this.soft:
+            weights = torch.softmax(weights.flatten(3), -1, dtype=this.wide)
+        found[0] = torch.empty(size, dtype=dtype, device=grad.device)
+        rows_gradient(this.segments, *tables, locations, weights, grad, found[0])
+    del locations, weights, grad
+    if found[0] is not None:
+        found[0] = found[0].to(dtype)
+    return [d for d in found if d is not None]
+
+
+def prepare_backward(
+    op: Operator, T: Sequence[Any], levels: tuple[int, ...], flag: bool, needs: tuple[bool, ...], deterministic: bool, int64: bool
+) -> Backward:
+    features, _, starts, locations, weights, _grad = T
+    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(features, starts, levels)
+    by_segments = deterministic and needs[0]
+    wants = tuple(i for i, need in enumerate(needs) if need and not (by_segments and i == 0))
+    reads = needs[1] or needs[2]
+    copies = [i for i in (0, 3, 4, 5) if (layout.copy and reads if i == 0 else not T[i].is_contiguous())]
+    step = segments = None
+    if wants:
+        problem = op.problem(features, weights, known, layout, wide, flag, True)
+        written = [6 + i if i in wants else None for i in range(3)]
+        step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
+    if by_segments:
+        segments = op.segments(features, weights, known, layout, wide, flag)
+    return Backward(known, tuple(copies), wants, step, segments, by_segments and op.soft and flag, wide)
+
+
+def plan(
+    op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool, int64: bool
+) -> list[Kernel]:
+    """What the two above launch and allocate."""
+    levels, same = tuple(levels), Determinism.BATCH_INVARIANT
+    features, shapes, starts, locations, weights = T
+    this = prepare_forward(op, T, levels, flag, int64)
+    parts = 0 if this.parts is None else prod(this.parts) * this.wide.itemsize
+    given, told = [locations.dtype, weights.dtype], _table_dtypes(this.levels, shapes, starts)
+    dtypes = [features.dtype, *told, *given, features.dtype, this.wide]
+    found = []
+    for step in this.steps:
+        last = step is this.steps[-1]
+        chosen = _chosen(step, dtypes, features.device)
+        room = parts + _bytes(T, this.copies)
+        found.append(Kernel(step.kernel.title, ("out",) if last else (), this.wide, same, room, "forward", *chosen))
+    if any(needs):
+        grad = torch.empty(this.shape, dtype=features.dtype, device="meta")
+        found += _backward_plan(op, prepare_backward(op, (*T, grad), levels, flag, tuple(needs), deterministic, int64), (*T, grad))
+    return found
+
+
+def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kernel]:
+    found: list[Kernel] = []
+
+    def add(name: str, writes: Sequence[str], promise: Determinism, room: int, *chosen: Any) -> None:
+        found.append(Kernel(name, tuple(writes), this.wide, promise, room, "backward", *chosen))
+
+    features, shapes, starts, locations, weights, grad = T
+    copied, result = _bytes(T, this.copies), features.numel() * features.element_size()
+    atomic = 0 in this.wants
+    buffer = features.numel() * this.wide.itemsize if atomic and features.dtype != this.wide else 0
+    if this.step is not None:
+        dtypes = [grad.dtype, features.dtype, *_table_dtypes(this.levels, shapes, starts), locations.dtype, weights.dtype]
+        dtypes += [this.wide, locations.dtype, weights.dtype]
+        later = result if buffer or this.segments is not None else 0  # is allocated when this is over
+        room = max(0, copied + buffer - later)
+        promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
+        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *_chosen(this.step, dtypes, features.device))
+    if buffer:
+        add("torch.Tensor.to", (), Determinism.BATCH_INVARIANT, buffer)
+    if this.segments is not None:
+        room = _bytes(T, [i for i in this.copies if i]) + workspace(this.segments)
+        if this.soft:
+            room += weights.numel() * this.wide.itemsize
+            add("torch.softmax", (), Determinism.RUN_TO_RUN, room)
+        names = launches(this.segments)
+        for i, name in enumerate(names):
+            add(name, op.names[:1] if i == len(names) - 1 else (), Determinism.RUN_TO_RUN, room)
+    return found
+
+
+def _bytes(T: Sequence[Any], which: Sequence[int]) -> int:
+    return sum(T[i].numel() * T[i].element_size() for i in which)
+
+
+def _table_dtypes(levels: Levels, shapes: Tensor | None, starts: Tensor | None) -> list[torch.dtype]:
+    return [torch.int32 if levels.table or t is None else t.dtype for t in (shapes, starts)]
+
+
+def _chosen(step: jit.Step, dtypes: Sequence[torch.dtype], device: torch.device) -> tuple:
+    """The configuration that a step runs in, and what else is known of it."""
+    config, *about = step.kernel.choose(step.problem, dtypes_of(None if i is None else dtypes[i] for i in step.takes), device)
+    return str(config), *about

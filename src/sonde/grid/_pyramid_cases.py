@@ -1,0 +1,37 @@
+"""Inputs of operators on feature pyramids: levels, and places in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# locations that must neither overflow, nor poison their neighbours, nor read outside
+HOSTILE = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e7, -1e7, 0.0, 1.0, -0.125, 1.25, 2.0**31]
+
+
+def halves(H: int, W: int, L: int) -> tuple[tuple[int, int], ...]:
+    """Sizes of L levels, each half of the one before."""
+    return tuple((-(-H // 2**k), -(-W // 2**k)) for k in range(L))
+
+
+def scattered(shape: tuple[int, ...], layout: str, g: torch.Generator) -> Tensor:
+    """Locations ``[…, 2]``. ``uniform``: a little beyond the image. ``inside``: nowhere else. ``one_pixel``: all in one place.
+    ``hostile``: uniform, mixed with numbers that are huge, non-finite or exactly on an edge."""
+
+    def random() -> Tensor:
+        return torch.rand(*shape, 2, device=g.device, generator=g)
+
+    if layout == "one_pixel":
+        return exact(torch.full((*shape, 2), 0.55, device=g.device))
+    places = exact(random() if layout == "inside" else 1.3 * random() - 0.15)
+    if layout == "hostile":
+        values = torch.tensor(HOSTILE, device=g.device)
+        bad = values[torch.randint(len(HOSTILE), places.shape, device=g.device, generator=g)]
+        places = torch.where(random() < 0.4, bad, places)
+    return places
+
+
+def exact(places: Tensor) -> Tensor:
+    """To the nearest odd multiple of 2⁻¹³: then float32 has pixel positions without rounding, whatever the level, and none of
+    them lies on an edge between pixels. A kernel can be held against float64."""
+    return ((places * 2**12).floor() + 0.5) / 2**12

@@ -1,0 +1,59 @@
+"""Triton implementation of ``deformable_aggregation``: kernels are in ``gpu_kernels``, passes in ``_gpu_pyramid_pass``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...op.plan import Kernel
+from .. import _gpu_pyramid_pass as passes
+from .._gpu_pyramid import Layout, Levels
+from .._gpu_pyramid_segments import Problem as Segments
+from .gpu_kernels import Problem, aggregate, aggregate_gradients, slices_of, total
+
+FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
+
+
+def forward(features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool) -> Tensor:
+    return passes.forward(THIS, (features, spatial_shapes, level_starts, locations, weights), levels, drop, FORCE_INT64)
+
+
+def backward(
+    grad: Tensor, features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool, *,
+    needs: Sequence[bool], deterministic: bool,
+) -> list[Tensor]:  # fmt: skip
+    T = (features, spatial_shapes, level_starts, locations, weights)
+    return passes.backward(THIS, grad, T, levels, drop, needs, deterministic, FORCE_INT64)
+
+
+def plan(
+    features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool, *,
+    needs: Sequence[bool], deterministic: bool,
+) -> list[Kernel]:  # fmt: skip
+    T = (features, spatial_shapes, level_starts, locations, weights)
+    return passes.plan(THIS, T, levels, drop, needs, deterministic, FORCE_INT64)
+
+
+def _shape(features: Tensor, weights: Tensor) -> tuple[int, int, int]:
+    return features.shape[0], weights.shape[1], features.shape[2]
+
+
+def _problem(
+    features: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, drop: bool, gradients: bool
+) -> Problem:
+    (B, S, C), (_, A, P, cams, L, G) = features.shape, weights.shape
+    N = P * cams
+    return Problem(
+        B, S, A, N, max(1, cams), L, C, G, layout.row, layout.batch, layout.vector, features.element_size(),
+        1 if gradients else slices_of(A, N), drop, *levels.constants, wide, layout.int64, gradients,
+    )  # fmt: skip
+
+
+def _segments(features: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, drop: bool) -> Segments:
+    (B, S, C), (_, A, P, cams, L, G) = features.shape, weights.shape
+    return Segments(B, S, A, 1, C, max(1, G), P * cams * L, 1, max(1, L), levels, drop, wide, layout.int64)
+
+
+THIS = passes.Operator(("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total)

@@ -1,0 +1,462 @@
+"""The kernels of ``deformable_aggregation``, one for the value and one for all gradients, and how they are configured.
+
+A program has one anchor and a slice of its samples, a sample being a point as one camera has it. Most see nothing: a block of
+samples is looked at together, and those that do see something take their turns a few at a time, as rows of a tile
+``[samples, channels]``. A tile of channels lies in one group, or has several groups whole.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import jit
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2
+from .._gpu_pyramid import block_of, fetch, inside, level, locate, put, scatter, sees, shares, vector_of
+from .._gpu_taps import corners, interpolate
+
+BLOCK_N = 128  # samples that are looked at together
+MANY = 512  # samples of an anchor, of which several are in flight together
+
+
+class Problem(NamedTuple):
+    """What a launch computes, apart from how."""
+
+    B: int
+    S: int
+    A: int
+    N: int  # samples of an anchor
+    cams: int
+    L: int
+    C: int
+    G: int
+    row: int  # of the features, from pixel to pixel
+    batch: int  # from image to image
+    vector: int  # which is a multiple of this
+    itemsize: int  # of a feature
+    slices: int  # of an anchor's samples; their sums are added up later
+    drop: bool
+    table: bool
+    mask: bool
+    wide: torch.dtype
+    int64: bool  # offsets
+    gradients: bool
+
+
+class Config(NamedTuple):
+    rows: int  # samples that are in flight together
+    tiles: int  # of channels that a program has, or groups of a gradient that are in flight together
+    unroll: int  # levels that are in flight together
+    slices: int  # of an anchor's samples, where nothing need be added up
+    groups: int  # that a tile of a gradient has
+    num_warps: int
+
+
+def slices_of(A: int, N: int, programs: int = 1024, least: int = 96) -> int:
+    """Into how many an anchor's samples are cut, where anchors are few; whatever the batch: it decides the order of a sum.
+
+    `programs` keep any device busy, and so many samples at `least` are worth one.
+    """
+    return max(1, min(cdiv(programs, max(1, A)), N // least))
+
+
+def _group(p: Problem) -> int:
+    return p.C // max(1, p.G)
+
+
+def _block_c(p: Problem) -> int:
+    return block_of(max(1, _group(p)))
+
+
+def _tiles(p: Problem) -> int:
+    return p.G * cdiv(_group(p), _block_c(p))
+
+
+def _most_groups(p: Problem) -> int:
+    """Of a tile; more than one only if groups and their number are powers of two."""
+    whole = p.gradients and _group(p) == _block_c(p) and power_of_2(p.G) == p.G
+    return max(1, min(p.G, 256 // _block_c(p))) if whole else 1
+
+
+def default_config(p: Problem) -> Config:
+    """One warp whose threads have one access each, of 16 bytes, and sixteen sums.
+
+    A gradient has all groups of one sample in a tile, or one group of several where there are many. What decides the order of a
+    sum does not depend on the batch.
+    """
+    if not p.gradients:
+        vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
+        tiles = max(1, min(16 // vector, 8, _tiles(p)))
+        return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1, 1, 1)
+    vector = vector_of(4, p.row, _group(p), _block_c(p))
+    groups = 1 if p.N >= MANY else _most_groups(p)
+    return Config(max(1, 32 * vector // (groups * _block_c(p))), 1, 1, slices_of(p.A, p.N, 2048, 39), groups, 1)
+
+
+def candidate_configs(p: Problem) -> list[Config]:
+    """The default and, for a gradient, some with fewer groups in a tile; then others, those nearest to one of these first."""
+    default, block_c = default_config(p), _block_c(p)
+    first = [default]
+    for groups, warps in ((_most_groups(p), 2), (_most_groups(p), 1), (1, 1)) if p.gradients else ():
+        first.append(default._replace(rows=max(1, 128 // (groups * block_c)), groups=groups, num_warps=warps))
+    found = dict.fromkeys(first, 0)
+    tiles = sorted({1, 2, 4, 8} & set(range(1, max(1, _tiles(p)) + 1)))
+    slices = sorted({1, default.slices, 2 * default.slices, max(1, default.slices // 2)} if p.gradients else {1})
+    groups_ = sorted({config.groups for config in first})
+    for config in map(Config._make, product((1, 2, 4, 8, 16, 32), tiles, (1, 2, 4), slices, groups_, (1, 2, 4))):
+        if 32 * config.num_warps <= config.rows * config.groups * block_c <= 512 * config.num_warps:
+            found.setdefault(config, min(sum(x != y for x, y in zip(config, other)) for other in first))
+    return sorted(found, key=lambda config: found[config])
+
+
+def fits(p: Problem, config: Config) -> bool:
+    """Rows and warps are powers of two, and a tile fits into registers."""
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.num_warps))
+    small = config.rows * config.groups * _block_c(p) <= 1024 * config.num_warps and config.rows <= BLOCK_N
+    counts = 0 < config.tiles <= max(1, _tiles(p)) and config.unroll > 0
+    counts = counts and 0 < config.groups <= _most_groups(p) and _most_groups(p) % config.groups == 0
+    return powers and small and counts and (config.slices == 1 or (p.gradients and 0 < config.slices <= max(1, p.N)))
+
+
+def launch(p: Problem, config: Config) -> Launch:
+    slices, tiles = config.slices if p.gradients else p.slices, _tiles(p)
+    grid = (p.B * p.A * slices, 1 if p.gradients else cdiv(tiles, config.tiles), 1)
+    block_n = min(BLOCK_N, power_of_2(max(config.rows, cdiv(p.N, slices))))
+    constants = (
+        *(p.cams, p.L, p.C, p.G, _group(p), p.row, p.vector, p.drop, p.table, p.mask),
+        *(accumulator(p.wide), tl.int64 if p.int64 else tl.int32),
+        *(config.rows, block_n, _block_c(p) * config.groups, tiles // max(1, p.G), config.tiles, config.unroll, config.groups),
+    )
+    return Launch(grid, (p.S, p.A, p.N, slices, p.batch), constants, config.num_warps)
+
+
+SIZES = ["S", "A", "N", "SLICES", "BATCH"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _aggregate(
+    features,  # [B, S, C], pixels ROW apart
+    shapes,  # levels, as _gpu_pyramid has them
+    starts,
+    locations,  # [B, A, N, 2]
+    weights,  # [B, A, N, L, G]
+    out,  # [B, A, SLICES, C]
+    S,
+    A,
+    N,
+    SLICES,
+    BATCH,
+    CAMS: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,  # channels of a group
+    ROW: tl.constexpr,
+    VECTOR: tl.constexpr,
+    DROP: tl.constexpr,
+    TABLE: tl.constexpr,
+    MASK: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EACH: tl.constexpr,  # tiles of a group
+    TILES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPAN: tl.constexpr,  # groups of a tile
+):
+    """Some tiles of channels, all samples that see something in turn; a thread's sums stay in it until the end."""
+    anchor = tl.program_id(0) // SLICES
+    b, anchor = (anchor // A).to(tl.int64), anchor.to(tl.int64)
+    begin, end = slice_of(tl.program_id(0) % SLICES, N, SLICES)
+    tile = 0
+    if TILES < EACH * G:
+        tile = tl.program_id(1) * TILES
+    image = features + b * (BATCH // VECTOR * VECTOR)
+    locations += anchor * N * 2
+    weights += anchor * N * (L * G)
+    totals = ()
+    for _ in tl.static_range(TILES):
+        totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
+    for n0 in range(begin, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = visible(locations, shapes, starts, n, n < end, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
+        rank = tl.cumsum(seen.to(tl.int32), 0)
+        count = tl.max(rank, 0)
+        for j in range(0, count, ROWS):
+            here, sample = pick(rank, j, count, ROWS)
+            sample += n0
+            v, u = fetch(locations, sample, here, ACC)
+            for lev in tl.range(0, L, loop_unroll_factor=UNROLL):
+                H, W, start = level(shapes, starts, sample % CAMS * L + lev, TABLE, MASK, OFFSET)
+                pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, here, H, W, start, S, MASK, OFFSET)
+                s00, s01, s10, s11 = shares(fy, fx)
+                of = weights + (sample.to(OFFSET) * L + lev) * G
+                sums = ()
+                for t in tl.static_range(TILES):
+                    g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+                    in_c = (at < GROUP) & (g < G)
+                    w = tl.load(of + g, mask=live & (g < G), other=0).to(ACC)
+                    v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, g * GROUP + at, in_c, W, ROW, ACC)
+                    sums = sums + (totals[t] + w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11),)
+                totals = sums
+    for t in tl.static_range(TILES):
+        g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        total = tl.sum(totals[t], 0, keep_dims=True)
+        put(out + tl.program_id(0).to(tl.int64) * C + g * GROUP + at, total, (at < GROUP) & (g < G))
+
+
+@triton.jit
+def slice_of(i, N, SLICES):
+    """The samples of slice `i`, all but the last of one size."""
+    size = tl.cdiv(N, SLICES)
+    return i * size, tl.minimum((i + 1) * size, N)
+
+
+@triton.jit
+def visible(
+    locations, shapes, starts, n, in_n, CAMS: tl.constexpr, L: tl.constexpr, DROP: tl.constexpr, TABLE: tl.constexpr,
+    MASK: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Which samples see anything."""
+    v, u = fetch(locations, n, in_n, ACC)
+    if DROP:
+        found = inside(v, u)
+    else:
+        found = n < 0
+        for lev in range(L):
+            H, W, _start = level(shapes, starts, n % CAMS * L + lev, TABLE, MASK, OFFSET)
+            found = found | sees(v, u, H, W, OFFSET)
+    return found & in_n
+
+
+@triton.jit
+def pick(rank, j, count, ROWS: tl.constexpr):
+    """The samples whose ranks follow `j`: as many samples come before the one of rank r + 1 as have a rank of r at most."""
+    slot = j + tl.arange(0, ROWS)[:, None]
+    here = slot < count
+    return here, tl.where(here, tl.sum((rank[None, :] <= slot).to(tl.int32), 1, keep_dims=True), 0)
+
+
+@triton.jit(do_not_specialize=["ANCHORS", "SLICES"])
+def _total(
+    parts,  # [ANCHORS, SLICES, C]
+    out,  # [ANCHORS, C]
+    ANCHORS,
+    SLICES,
+    C: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    a = tl.program_id(0).to(tl.int64) * BLOCK_A + tl.arange(0, BLOCK_A)[:, None]
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    there = (a < ANCHORS) & (c < C)
+    total = tl.zeros([BLOCK_A, BLOCK_C], parts.dtype.element_ty)
+    for k in range(SLICES):
+        total += tl.load(parts + (a * SLICES + k) * C + c, mask=there, other=0)
+    put(out + a * C + c, total, there)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _aggregate_gradients(
+    grad,  # [B, A, C]
+    features,  # [B, S, C], pixels ROW apart
+    shapes,
+    starts,
+    locations,  # [B, A, N, 2]
+    weights,  # [B, A, N, L, G]
+    d_features,  # [B, S, C]; None where nobody asked
+    d_locations,
+    d_weights,
+    S,
+    A,
+    N,
+    SLICES,
+    BATCH,
+    CAMS: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,  # channels of a group
+    ROW: tl.constexpr,
+    VECTOR: tl.constexpr,
+    DROP: tl.constexpr,
+    TABLE: tl.constexpr,
+    MASK: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EACH: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPAN: tl.constexpr,  # groups of a tile
+):
+    """All gradients in one pass over the samples that see something, for each all channels; zeros for the others."""
+    READS: tl.constexpr = d_locations is not None or d_weights is not None
+    anchor = tl.program_id(0) // SLICES
+    b, anchor = (anchor // A).to(tl.int64), anchor.to(tl.int64)
+    begin, end = slice_of(tl.program_id(0) % SLICES, N, SLICES)
+    if READS:
+        image = features + b * (BATCH // VECTOR * VECTOR)
+    if d_features is not None:
+        d_image = d_features + b * S * C
+    locations += anchor * N * 2
+    weights += anchor * N * (L * G)
+    if d_locations is not None:
+        d_locations += anchor * N * 2
+    if d_weights is not None:
+        d_weights += anchor * N * (L * G)
+    c = tl.arange(0, BLOCK_C)[None, :]
+    for n0 in range(begin, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        seen = visible(locations, shapes, starts, n, n < end, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
+        unseen = (n < end) & (seen == 0)
+        if d_locations is not None:
+            clear(d_locations, n, unseen, 2, BLOCK_N)
+        if d_weights is not None:
+            clear(d_weights, n, unseen, L * G, BLOCK_N)
+        rank = tl.cumsum(seen.to(tl.int32), 0)
+        count = tl.max(rank, 0)
+        for j in range(0, count, ROWS):
+            here, sample = pick(rank, j, count, ROWS)
+            sample += n0
+            v, u = fetch(locations, sample, here, ACC)
+            g_v = tl.zeros([ROWS, BLOCK_C], ACC)  # sums over channels stay apart by channel of the tile until the end
+            g_u = tl.zeros([ROWS, BLOCK_C], ACC)
+            for lev in tl.range(0, L, loop_unroll_factor=UNROLL):
+                H, W, start = level(shapes, starts, sample % CAMS * L + lev, TABLE, MASK, OFFSET)
+                pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, here, H, W, start, S, MASK, OFFSET)
+                s00, s01, s10, s11 = shares(fy, fx)
+                of = (sample.to(OFFSET) * L + lev) * G
+                g_y = tl.zeros([ROWS, BLOCK_C], ACC)
+                g_x = tl.zeros([ROWS, BLOCK_C], ACC)
+                for g in tl.range(0, G, SPAN, loop_unroll_factor=TILES):
+                    if SPAN == 1:
+                        w = tl.load(weights + of + g, mask=live, other=0).to(ACC)
+                    else:
+                        w = tl.load(weights + of + g + c // GROUP, mask=live, other=0).to(ACC)
+                    product = tl.zeros([ROWS, BLOCK_C], ACC)
+                    for c0 in range(0, SPAN * GROUP, BLOCK_C):
+                        at, in_c = g * GROUP + c0 + c, c0 + c < SPAN * GROUP
+                        go = tl.load(grad + anchor * C + at + tl.zeros([ROWS, 1], tl.int32), mask=here & in_c, other=0).to(ACC)
+                        a = w * go
+                        if READS:
+                            v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, at, in_c, W, ROW, ACC)
+                            s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
+                            product += go * s
+                            g_y += a * dy
+                            g_x += a * dx
+                        if d_features is not None:
+                            p = d_image + pixel * C + at
+                            scatter(p, a, s00, s01, s10, s11, k00, k01, k10, k11, in_c, W, C)
+                    if d_weights is not None:
+                        if SPAN == 1:
+                            total = tl.sum(product, 1, keep_dims=True)
+                        else:
+                            total = tl.sum(tl.reshape(product, [ROWS, SPAN, GROUP]), 2)
+                        put(d_weights + of + g + tl.arange(0, SPAN)[None, :], tl.where(live, total, 0), here)
+                if d_locations is not None:
+                    g_v += tl.where(live, g_y * H, 0)
+                    g_u += tl.where(live, g_x * W, 0)
+            if d_locations is not None:
+                put(d_locations + 2 * sample, tl.sum(g_u, 1, keep_dims=True), here)
+                put(d_locations + 2 * sample + 1, tl.sum(g_v, 1, keep_dims=True), here)
+
+
+@triton.jit
+def clear(p, n, there, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros in the rows `n` that are `there`."""
+    BLOCK: tl.constexpr = 8 if WIDTH > 2 else 2
+    for k0 in range(0, WIDTH, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)[None, :]
+        put(p + n[:, None] * WIDTH + k, tl.zeros([BLOCK_N, BLOCK], tl.float32), there[:, None] & (k < WIDTH))
+
+
+def _host(p: Problem, shapes: Tensor, starts: Tensor) -> tuple[int, ...]:
+    """(h, w, start) of each level."""
+    if p.table:
+        return tuple(shapes.flatten().tolist())
+    return tuple(torch.cat([shapes.reshape(-1, 2), starts.reshape(-1, 1)], 1).flatten().tolist())
+
+
+def _parts(p: Problem) -> list[slice]:
+    """Of the anchors, so that the reference need not hold all their samples."""
+    step = max(1, (1 << 25) // max(1, p.B * p.N * p.L * p.C))
+    return [slice(a, a + step) for a in range(0, p.A, step)]
+
+
+def expected(p: Problem, features: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, out: Tensor):
+    from .reference import deformable_aggregation
+
+    levels, wide = _host(p, shapes, starts), features.to(p.wide)
+    slice_of_sample = (torch.arange(p.N, device=out.device) // max(1, cdiv(p.N, p.slices))).view(-1, p.cams, 1, 1)
+    found = torch.empty(p.B, p.A, p.slices, p.C, dtype=p.wide, device=out.device)
+    for k in range(p.slices):
+        some = torch.where(slice_of_sample == k, weights, 0)
+        for a in _parts(p):
+            found[:, a, k] = deformable_aggregation(wide, None, None, locations[:, a], some[:, a], levels, p.drop)
+    return {5: found.view(out.shape)}
+
+
+def expected_gradients(
+    p: Problem, grad: Tensor, features, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, *results
+):
+    from .reference import deformable_aggregation
+
+    levels = _host(p, shapes, starts)
+    if features is None:
+        features = torch.zeros(p.B, p.S, p.C, device=grad.device)
+    leaf = features.detach().to(p.wide).requires_grad_()
+    d_features, others = torch.zeros_like(leaf, memory_format=torch.contiguous_format), []
+    for a in _parts(p):
+        given = [leaf, *(x[:, a].detach().to(p.wide).requires_grad_() for x in (locations, weights))]
+        with torch.enable_grad():
+            out = deformable_aggregation(given[0], None, None, given[1], given[2], levels, p.drop)
+        found = torch.autograd.grad(out, given, grad[:, a].to(p.wide))
+        d_features += found[0]
+        others.append(found[1:])
+    wanted = [d_features, *(torch.cat(x, 1) for x in zip(*others))]
+    return {6 + i: want for i, (want, result) in enumerate(zip(wanted, results)) if result is not None}
+
+
+aggregate = jit.kernel(
+    _aggregate,
+    "grid.deformable_aggregation",
+    default=default_config,
+    candidates=candidate_configs,
+    launch=launch,
+    sizes=("S", "A", "N"),
+    batch=("B", "batch"),
+    writes=(5,),
+    fits=fits,
+    expected=expected,
+)
+aggregate_gradients = jit.kernel(
+    _aggregate_gradients,
+    "grid.deformable_aggregation_gradients",
+    default=default_config,
+    candidates=candidate_configs,
+    launch=launch,
+    sizes=("S", "A", "N"),
+    batch=("B", "batch"),
+    writes=(6, 7, 8),
+    adds=(6,),
+    fits=fits,
+    expected=expected_gradients,
+)
+
+
+def launch_total(p: Problem, block_c: int) -> Launch:
+    block_a = 1024 // block_c
+    return Launch((cdiv(p.B * p.A, block_a), cdiv(p.C, block_c), 1), (p.B * p.A, p.slices), (p.C, block_a, block_c), 4)
+
+
+total = jit.kernel(_total, "grid.total", default=lambda p: min(256, power_of_2(p.C)), launch=launch_total)

@@ -1,0 +1,27 @@
+"""What ``deformable_aggregation`` means, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _pyramid as pyramid
+from .._reference import accumulator
+
+
+def deformable_aggregation(
+    features: Tensor,
+    spatial_shapes: Tensor | None,
+    level_starts: Tensor | None,
+    locations: Tensor,
+    weights: Tensor,
+    levels: tuple[int, ...],
+    drop: bool,
+) -> Tensor:
+    wide = accumulator(features, locations, weights)
+    C, (cams, L, G) = features.shape[2], weights.shape[3:]
+    sizes = pyramid.tensors((spatial_shapes, level_starts, levels), (cams, L), features.device)
+    values, live = pyramid.taps(features, locations[..., None, :], sizes, wide, drop)  # [B, A, P, cams, L, C], [B, A, P, cams, L]
+    weights = torch.where(live[..., None], weights.to(wide), 0)
+    of_channel = weights[..., None].expand(*weights.shape, C // max(1, G)).flatten(-2)  # [B, A, P, cams, L, C]
+    return (of_channel * values).sum((2, 3, 4)).to(features.dtype)

@@ -1,0 +1,3 @@
+from .api import ms_deform_attn
+
+__all__ = ["ms_deform_attn"]

@@ -1,0 +1,61 @@
+"""Triton implementation of ``ms_deform_attn``: its kernels are in ``gpu_kernels``, its passes in ``_gpu_pyramid_pass``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...op.plan import Kernel
+from .. import _gpu_pyramid_pass as passes
+from .._gpu_pyramid import Layout, Levels
+from .._gpu_pyramid_segments import Problem as Segments
+from .gpu_kernels import Problem, attend, attend_gradients
+
+FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
+
+
+def forward(value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool) -> Tensor:
+    return passes.forward(THIS, (value, spatial_shapes, level_starts, locations, weights), levels, logits, FORCE_INT64)
+
+
+def backward(
+    grad: Tensor, value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool, *,
+    needs: Sequence[bool], deterministic: bool,
+) -> list[Tensor]:  # fmt: skip
+    T = (value, spatial_shapes, level_starts, locations, weights)
+    return passes.backward(THIS, grad, T, levels, logits, needs, deterministic, FORCE_INT64)
+
+
+def plan(
+    value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool, *,
+    needs: Sequence[bool], deterministic: bool,
+) -> list[Kernel]:  # fmt: skip
+    T = (value, spatial_shapes, level_starts, locations, weights)
+    return passes.plan(THIS, T, levels, logits, needs, deterministic, FORCE_INT64)
+
+
+def _shape(value: Tensor, weights: Tensor) -> tuple[int, int, int]:
+    B, _, h, D = value.shape
+    return B, weights.shape[1], h * D
+
+
+def _problem(
+    value: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, logits: bool, gradients: bool
+) -> Problem:
+    (B, S, h, D), Q, (L, P) = value.shape, weights.shape[1], weights.shape[3:]
+    if not L * P:
+        L, P, logits = 0, 1, False
+    return Problem(
+        B, S, Q, h, D, L, P, layout.row, layout.batch, layout.vector, value.element_size(), logits, *levels.constants, wide,
+        layout.int64, gradients,
+    )  # fmt: skip
+
+
+def _segments(value: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, logits: bool) -> Segments:
+    (B, S, h, D), Q, (L, P) = value.shape, weights.shape[1], weights.shape[3:]
+    return Segments(B, S, Q, h, D, 1, L * P, P, 1, levels, False, wide, layout.int64)
+
+
+THIS = passes.Operator(("value", "locations", "weights"), _shape, _problem, _segments, attend, attend_gradients, soft=True)

@@ -1,0 +1,110 @@
+"""SparseDrive's and Sparse4D's names: the same arguments in the same order, the same results as plain PyTorch."""
+
+import inspect
+
+import pytest
+import torch
+
+import plain
+from helpers import cotangents
+from sonde.compat import sparsedrive
+
+
+def maps(cams, *sizes, channels=8):
+    """``[B, cams, C, H, W]`` of each size."""
+    return [torch.randn(2, cams, channels, h, w, dtype=torch.float64).requires_grad_() for h, w in sizes]
+
+
+def places(cams, levels, groups=4):
+    """Locations of which some are outside, and weights."""
+    locations = 1.4 * torch.rand(2, 5, 3, cams, 2, dtype=torch.float64) - 0.2
+    return [locations.requires_grad_(), torch.randn(2, 5, 3, cams, levels, groups, dtype=torch.float64).requires_grad_()]
+
+
+def results(out, inputs):
+    return [out, *torch.autograd.grad(out, inputs, cotangents([out]))]
+
+
+@pytest.mark.parametrize("name", ["deformable_aggregation_function", "DeformableAggregationFunction"])
+def test_function(name):
+    torch.manual_seed(0)
+    function = getattr(sparsedrive, name)
+    function = getattr(function, "apply", function)
+    given, (locations, weights) = maps(3, (5, 7), (3, 3)), places(3, 2)
+    inputs = [*given, locations, weights]
+    got = results(function(*sparsedrive.feature_maps_format(given), locations, weights), inputs)
+    want = results(plain.deformable_aggregation(given, locations, weights), inputs)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_arguments():
+    names = ["feature_maps", "spatial_shape", "scale_start_index", "sampling_location", "weights"]
+    assert list(inspect.signature(sparsedrive.deformable_aggregation_function).parameters) == names
+    assert list(inspect.signature(sparsedrive.DeformableAggregationFunction.apply).parameters) == names
+    assert list(inspect.signature(sparsedrive.feature_maps_format).parameters) == ["feature_maps", "inverse"]
+    assert sparsedrive.DeformableAggregationFunction.feature_maps_format is sparsedrive.feature_maps_format
+    assert sparsedrive.CUDA_EXT_AVAILABLE is True
+
+
+def test_format():
+    """Camera by camera, level by level, pixel by pixel; a list of three tensors."""
+    given = maps(2, (2, 3), (1, 2))
+    formatted = sparsedrive.feature_maps_format(given)
+    assert isinstance(formatted, list)
+    features, shapes, starts = formatted
+    assert shapes.tolist() == 2 * [[[2, 3], [1, 2]]]
+    assert starts.tolist() == [[0, 6], [8, 14]]
+    assert shapes.dtype == starts.dtype == torch.int64
+    rows = [given[level][:, camera].flatten(2).mT for camera in range(2) for level in range(2)]
+    assert torch.equal(features, torch.cat(rows, 1))
+
+
+def test_format_of_groups():
+    """Cameras of different sizes: nested lists; every start is where its level is."""
+    groups = [maps(2, (2, 3), (1, 2)), maps(1, (3, 3), (2, 1)), maps(1, (1, 1), (1, 1))]
+    features, shapes, starts = sparsedrive.feature_maps_format(groups)
+    assert shapes.tolist() == [[[2, 3], [1, 2]], [[2, 3], [1, 2]], [[3, 3], [2, 1]], [[1, 1], [1, 1]]]
+    cameras = [[level[:, camera] for level in group] for group in groups for camera in range(group[0].shape[1])]
+    for camera, levels in enumerate(cameras):
+        for level, image in enumerate(levels):
+            h, w = shapes[camera, level].tolist()
+            start = starts[camera, level].item()
+            assert torch.equal(features[:, start : start + h * w].mT.unflatten(2, (h, w)), image)
+
+
+def test_aggregation_of_groups():
+    """The sum over groups of cameras is the sum of their sums."""
+    torch.manual_seed(0)
+    groups, (locations, weights) = [maps(2, (5, 7), (3, 3)), maps(1, (4, 4), (2, 1))], places(3, 2)
+    got = sparsedrive.deformable_aggregation_function(*sparsedrive.feature_maps_format(groups), locations, weights)
+    first = plain.deformable_aggregation(groups[0], locations[:, :, :, :2], weights[:, :, :, :2])
+    second = plain.deformable_aggregation(groups[1], locations[:, :, :, 2:], weights[:, :, :, 2:])
+    torch.testing.assert_close(got, first + second, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_inverse(tuples):
+    """Neighbouring cameras of one size are one group again; the same bits, and gradients."""
+    groups = [maps(2, (2, 3), (1, 2)), maps(1, (3, 3), (2, 1))]
+    features, shapes, starts = sparsedrive.feature_maps_format(groups)
+    if tuples:
+        shapes, starts = shapes.tolist(), starts.tolist()
+    back = sparsedrive.feature_maps_format([features, shapes, starts], inverse=True)
+    assert [len(group) for group in back] == [2, 2]
+    for group, original in zip(back, groups):
+        for got, want in zip(group, original):
+            assert torch.equal(got, want)
+    back[1][0].sum().backward()
+    assert groups[1][0].grad.eq(1).all()
+    assert not groups[0][0].grad.any()
+
+
+def test_one_graph():
+    """From maps to the result."""
+
+    def function(given, locations, weights):
+        return sparsedrive.deformable_aggregation_function(*sparsedrive.feature_maps_format(given), locations, weights)
+
+    inputs = maps(2, (2, 3), (1, 2)), *places(2, 2)
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), function(*inputs))

@@ -1,0 +1,323 @@
+"""``ms_deform_attn``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
+
+# ruff: noqa: E731 (short functions read better on one line)
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sonde
+from helpers import Operator, Target, assert_agrees, poisoned, redzone, replaced, value_and_grads
+from sonde.grid.ms_deform_attn.api import _ms_deform_attn
+
+try:
+    from hypothesis import given
+    from hypothesis import strategies as st
+except ImportError:  # the GPU machine has none
+    given = None
+
+OPERATOR = Operator.find("grid.ms_deform_attn")
+SIZES = dict(B=2, C=3, H=5, W=6, Q=3, D=2, heads=2, L=2)
+
+
+def make(target: Target, dtype=torch.float64, **sizes):
+    return list(OPERATOR.make(**{**SIZES, **sizes}, dtype=dtype, device=target.device))
+
+
+def close(got, want):
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def with_grid_sample(value, shapes, starts, locations, weights, logits):
+    """By F.grid_sample, head by head and level by level."""
+    if logits:
+        weights = weights.flatten(3).softmax(-1).view(weights.shape)
+    heads = []
+    for head in range(value.shape[2]):
+        out, row = torch.zeros((), dtype=value.dtype, device=value.device), 0
+        for level, (h, w) in enumerate(shapes):
+            pixels = value[:, row : row + h * w, head].transpose(1, 2).unflatten(2, (h, w))
+            row += h * w
+            values = F.grid_sample(pixels, 2 * locations[:, :, head, level] - 1, align_corners=False)  # [B, D, Q, P]
+            out = out + torch.einsum("bdqp,bqp->bqd", values, weights[:, :, head, level])
+        heads.append(out)
+    return torch.cat(heads, -1)
+
+
+def corners(x, size):
+    """The pixels of an axis beside position x that there are, and their weights."""
+    x0 = x.detach().floor()
+    return [(int(i), weight) for i, weight in ((x0, 1 - (x - x0)), (x0 + 1, x - x0)) if 0 <= i < size]  # none beside NaN
+
+
+def by_loops(value, shapes, starts, locations, weights, logits):
+    """One sample, one pixel at a time, as the formula has it; autograd differentiates what is used."""
+    B, Q, heads, _, P = weights.shape
+    D, rows = value.shape[3], []
+    for b, q, head in torch.cartesian_prod(*map(torch.arange, (B, Q, heads))).tolist():
+        out, first = torch.zeros(D, dtype=value.dtype, device=value.device), 0
+        share = weights[b, q, head].exp() / weights[b, q, head].exp().sum() if logits else weights[b, q, head]
+        for j, (h, w) in enumerate(shapes):
+            for p in range(P):
+                u, v = locations[b, q, head, j, p]
+                for column, wx in corners(u * w - 0.5, w):
+                    for row, wy in corners(v * h - 0.5, h):
+                        out = out + share[j, p] * wy * wx * value[b, first + row * w + column, head]
+            first += h * w
+        rows.append(out)
+    return torch.stack(rows).view(B, Q, heads * D)
+
+
+# ---- independent truths -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_grid_sample(impl, logits):
+    """Values and all gradients are those of F.grid_sample and einsum, in float64."""
+    args = make(impl, logits=logits)
+    close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(with_grid_sample, args))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_loops(impl, logits):
+    """The formula, taken literally: a sample without a finite location, and a corner that is missing, are never looked at."""
+    args = make(impl, B=1, logits=logits, layout="hostile", levels=((5, 3), (1, 4), (2, 2)))
+    close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(by_loops, args))
+
+
+def test_by_hand(impl):
+    """Two heads on a level of two pixels: in the middle, on the left pixel, half outside, outside."""
+    value = torch.tensor([1.0, 10.0, 2.0, 20.0], device=impl.device).view(1, 2, 2, 1)
+    places = torch.tensor([[0.5, 0.5], [0.25, 0.5], [0.0, 0.5], [-0.25, 0.5]], device=impl.device)
+    locations = places.view(1, 4, 1, 1, 1, 2).expand(1, 4, 2, 1, 1, 2)
+    out = OPERATOR.call(impl)(value, [(1, 2)], None, locations, torch.ones(1, 4, 2, 1, 1, device=impl.device), False)
+    assert out[0].tolist() == [[1.5, 15.0], [1.0, 10.0], [0.5, 5.0], [0.0, 0.0]]
+
+
+# ---- properties ---------------------------------------------------------------------------------------------------------------
+
+
+def test_linear_in_value_and_weights(impl):
+    """f(αa + βb) = αf(a) + βf(b) in either argument."""
+    a, shapes, starts, locations, w, logits = make(impl)
+    b, _, _, _, v, _ = make(impl, seed=9)
+    fn = lambda x, y: OPERATOR.call(impl)(x, shapes, starts, locations, y, logits)
+    torch.testing.assert_close(fn(2 * a - 3 * b, w), 2 * fn(a, w) - 3 * fn(b, w))
+    torch.testing.assert_close(fn(a, 2 * w - 3 * v), 2 * fn(a, w) - 3 * fn(a, v))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_partition_of_unity(impl, logits):
+    """A constant value gives itself wherever all corners are inside, since the weights of a head sum to one."""
+    value, shapes, starts, locations, weights, _ = make(impl, torch.float32, H=8, W=8, layout="inside", logits=logits)
+    out = OPERATOR.call(impl)(torch.ones_like(value), shapes, starts, 0.25 + 0.5 * locations, weights, logits)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-6, atol=0)
+
+
+def test_permutations(impl):
+    """Queries and heads may be renamed, points of a level reordered; levels too, with their rows, wherever these lie."""
+    value, shapes, starts, locations, weights, logits = args = make(impl, levels=((5, 3), (4, 7)))
+    fn = OPERATOR.call(impl)
+    out = fn(*args)
+    q, two = torch.tensor([2, 0, 1], device=impl.device), torch.tensor([1, 0], device=impl.device)
+    torch.testing.assert_close(fn(value, shapes, starts, locations[:, q], weights[:, q], logits), out[:, q], rtol=0, atol=0)
+    heads = fn(value[:, :, two], shapes, starts, locations[:, :, two], weights[:, :, two], logits)
+    torch.testing.assert_close(heads, out.unflatten(2, (2, 3))[:, :, two].flatten(2), rtol=0, atol=0)
+    torch.testing.assert_close(fn(value, shapes, starts, locations[..., two, :], weights[..., two], logits), out)
+    near, far = value.split([15, 28], 1)
+    moved = torch.cat([far, near], 1)
+    torch.testing.assert_close(fn(moved, shapes[::-1], None, locations[:, :, :, two], weights[:, :, :, two], logits), out)
+    torch.testing.assert_close(fn(moved, shapes, [28, 0], locations, weights, logits), out)
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
+def test_every_sample_counts_once(impl, mode):
+    """All samples on one pixel: its gradient is their number, exactly."""
+    Q = 40 if impl.interpreted else 3000
+    value = torch.zeros(1, 9, 1, 1, device=impl.device, requires_grad=True)
+    locations, weights = (torch.full((1, Q, 1, 1, *shape), 0.5, device=impl.device) for shape in ((2, 2), (2,)))
+    torch.use_deterministic_algorithms(mode)
+    out = OPERATOR.call(impl)(value, [(3, 3)], None, locations, 2 * weights, False)
+    (grad,) = torch.autograd.grad(out.sum(), value)
+    assert grad[0, 4].item() == 2 * Q
+    assert grad.sum().item() == 2 * Q
+
+
+# ---- logits -------------------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_softmax_before(impl):
+    """The softmax inside is the softmax outside, for samples outside of the image too, and through both derivatives."""
+    args = make(impl, layout="hostile", logits=True)
+    before = lambda v, s, t, x, w, _: OPERATOR.call(impl)(v, s, t, x, w.flatten(3).softmax(-1).view(w.shape), False)
+    close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(before, args))
+
+
+def test_logits_of_any_size(impl):
+    """Huge logits neither overflow nor vanish; one of −inf has no share and a zero gradient."""
+    value, shapes, starts, locations, weights, _ = make(impl, torch.float32, logits=True, layout="inside")
+    for offset in (-3e4, 3e4):
+        moved = weights.mul(2**-3).round().add(offset)  # so that the sum is exact
+        want = OPERATOR.call(impl)(value, shapes, starts, locations, moved - offset, True)
+        torch.testing.assert_close(OPERATOR.call(impl)(value, shapes, starts, locations, moved, True), want)
+    weights[:, :, :, 1] = -torch.inf
+    (out,), grads = value_and_grads(OPERATOR.call(impl), [value, shapes, starts, locations, weights, True])
+    want = OPERATOR.call(impl)(value[:, :30], shapes[:1], None, locations[:, :, :, :1], weights[:, :, :, :1], True)
+    torch.testing.assert_close(out, want)
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[2][:, :, :, 1].any()
+
+
+# ---- edges and levels ---------------------------------------------------------------------------------------------------------
+
+
+def test_absent_samples(impl):
+    """Samples far outside or not a number read nothing and get nothing, whatever their weights."""
+    value, shapes, starts, locations, weights, _ = make(impl, D=7, L=1, layout="inside")
+    want = OPERATOR.call(impl)(value, shapes, starts, locations[..., :1, :], weights[..., :1], False)
+    away = [(1e7, 0.5), (-1e7, 0.5), (0.5, 3.4e38), (torch.nan, 0.5), (0.5, -torch.inf), (0.5, 1.5)]
+    locations[..., 1:, :] = torch.tensor(away, dtype=torch.float64, device=impl.device)
+    weights[..., 1:] = torch.nan
+    (out,), grads = value_and_grads(OPERATOR.call(impl), [value, shapes, starts, locations, weights, False])
+    torch.testing.assert_close(out, want)
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[1][..., 1:, :].any()
+    assert not grads[2][..., 1:].any()
+
+
+def test_nothing_else_is_read(impl):
+    """A pixel that no sample of its head touches may be anything."""
+    value, shapes, starts, locations, weights, _ = make(impl, B=1, levels=((4, 4),), layout="inside")
+    locations = 0.25 + 0.25 * locations  # pixels 0 to 2 along either axis
+    locations[:, :, 1] += 0.25  # and 1 to 3
+    want = value_and_grads(OPERATOR.call(impl), [value, shapes, starts, locations, weights, False])
+    value = value.clone()
+    value[:, [3, 7, 11, 12, 13, 14, 15], 0] = torch.nan
+    value[:, [0, 1, 2, 3, 4, 8, 12], 1] = torch.inf
+    with poisoned():
+        close(value_and_grads(OPERATOR.call(impl), [redzone(value), shapes, starts, locations, weights, False]), want)
+
+
+def test_levels_in_any_words(impl):
+    """Tuples, lists and CPU tensors of either width say the same, with or without the running sum."""
+    value, shapes, _, locations, weights, logits = make(impl, levels=((5, 3), (4, 7)))
+    fn = lambda shapes, starts: OPERATOR.call(impl)(value, shapes, starts, locations, weights, logits)
+    want, starts = fn(shapes, None), (0, 15)
+    for given_shapes, given_starts in (
+        ([list(size) for size in shapes], starts),
+        (torch.tensor(shapes), None),
+        (torch.tensor(shapes), torch.tensor(starts)),
+        (torch.tensor(shapes, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)),
+        (shapes, torch.tensor(starts)),
+    ):
+        assert torch.equal(fn(given_shapes, given_starts), want)
+
+
+WILD = [  # two levels of 30 rows together: sizes, starts
+    ([[3, 5], [3, 5]], [0, 15]),
+    ([[3, 5], [3, 5]], [-7, 22]),
+    ([[3, 5], [3, 5]], [2**40, -(2**40)]),
+    ([[2**31, 2**31], [1, 40]], [0, 0]),
+    ([[2**62, 2**62], [2**20, 2**20]], [2**62, -3]),
+    ([[-3, 5], [0, 9]], [0, 0]),
+]
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize(("sizes", "starts"), WILD)
+def test_tensors_that_point_outside_read_nothing(impl, sizes, starts, logits):
+    """What nobody on the host has looked at is masked by the number of rows, forwards and backwards."""
+    value, _, _, locations, weights, _ = make(impl, torch.float32, levels=((3, 5), (3, 5)), layout="hostile", logits=logits)
+    sizes, starts = (torch.tensor(x, device=impl.device) for x in (sizes, starts))
+    args = [redzone(value), sizes, starts, locations, weights, (), logits]
+    with poisoned():
+        got = value_and_grads(lambda *a: _ms_deform_attn(*a, impl=impl.impl), args)
+    want = value_and_grads(OPERATOR.definition, args)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_tensors_stay_tensors_in_a_graph(impl):
+    """One graph for every content of the tensors, which is not looked into while tracing."""
+    torch._dynamo.reset()
+    value, shapes, _, locations, weights, logits = make(impl, torch.float32, levels=((5, 3), (4, 7)))
+    compiled = torch.compile(OPERATOR.call(impl), fullgraph=True, backend="aot_eager")
+    sizes, starts = (torch.tensor(x, device=impl.device) for x in (shapes, (0, 15)))
+    want = OPERATOR.call(impl)(value, shapes, None, locations, weights, logits)
+    torch.testing.assert_close(compiled(value, sizes, starts, locations, weights, logits), want)
+    moved = torch.cat([value[:, 15:], value[:, :15]], 1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(
+            compiled(moved, sizes, starts.flip(0) + starts.new_tensor([13, 0]), locations, weights, logits), want
+        )
+    torch._dynamo.reset()
+
+
+# ---- hypothesis ---------------------------------------------------------------------------------------------------------------
+
+if given is not None:
+
+    @given(st.data())
+    def test_any_sizes(target, data):
+        """No number of levels, points, heads or channels is special."""
+        few = 2 if target.interpreted else 4
+        sizes = {k: data.draw(st.integers(0, few), label=k) for k in ("B", "Q", "D", "heads")}
+        sizes["C"] = data.draw(st.integers(0, 35), label="C")
+        side = st.integers(0, 5)
+        levels = data.draw(st.lists(st.tuples(side, side), max_size=few), label="levels")
+        options = dict(logits=data.draw(st.booleans()), layout=data.draw(st.sampled_from(["uniform", "hostile"])))
+        given_levels = dict(levels=tuple(levels)) if levels else dict(L=0)
+        args = [redzone(a) for a in OPERATOR.make(**sizes, **given_levels, **options, device=target.device)]
+        with poisoned():
+            assert_agrees(OPERATOR, target, args, f"{sizes} {levels} {options}", slack=True)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "sum": (
+        dict(spatial_shapes=((5, 6), (3, 4))),
+        ValueError,
+        ["spatial_shapes must sum to the 39 rows of value", "got [(5, 6), (3, 4)]"],
+    ),
+    "negative": (dict(spatial_shapes=((-5, -6), (3, 3))), ValueError, ["spatial_shapes", "got (-5, -6)"]),
+    "levels": (dict(spatial_shapes=((5, 6),)), ValueError, ["[L, 2] with L=2 (from weights)", "got [1, 2]"]),
+    "nested": (dict(spatial_shapes=(((5, 6), (3, 3)),)), TypeError, ["spatial_shapes must be integers [L, 2]"]),
+    "flat": (dict(spatial_shapes=(5, 6)), TypeError, ["spatial_shapes must be integers [L, 2]", "got (5, 6)"]),
+    "floats": (dict(spatial_shapes=((5.0, 6), (3, 3))), TypeError, ["spatial_shapes must be integers", "5.0"]),
+    "float_tensor": (dict(spatial_shapes=torch.ones(2, 2)), TypeError, ["spatial_shapes", "float32", ".long()"]),
+    "starts_outside": (dict(level_starts=(0, 31)), ValueError, ["level_starts", "39 rows of value", "starts at 31"]),
+    "starts_count": (dict(level_starts=(0, 30, 39)), ValueError, ["level_starts must be [L] = [2]", "got [3]"]),
+    "starts_needed": (
+        dict(spatial_shapes=torch.zeros(2, 2, device="meta").long()),
+        ValueError,
+        ["spatial_shapes and level_starts must both be tensors", "a tensor on meta and NoneType"],
+    ),
+    "heads": (dict(weights=torch.ones(2, 3, 3, 2, 2)), ValueError, ["weights must be [B, Q, h, L, P]", "h=2 (from value)"]),
+    "rank": (dict(value=torch.ones(2, 39, 6)), ValueError, ["value must have 4 dimensions [B, S, h, D]", "got 3: [2, 39, 6]"]),
+    "logits": (dict(logits=1), TypeError, ["logits must be True or False", "got 1"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_messages(case, monkeypatch):
+    """Each message names the argument, what was expected and what came; nothing is launched."""
+    wrong, kind, words = BAD[case]
+    args = dict(zip(OPERATOR.arguments, make(Target("reference"), torch.float32))) | wrong
+    monkeypatch.setattr(OPERATOR.kernels("numba"), "forward", None)
+    with pytest.raises(kind) as caught:
+        sonde.ms_deform_attn(**args)
+    for word in ("ms_deform_attn: ", *words):
+        assert word in str(caught.value), caught.value
+
+
+def test_what_was_accepted_is_not_accepted_for_ever():
+    """Checks that are remembered tell rows, levels and kinds of numbers apart."""
+    args = make(Target("reference"), torch.float32)
+    fn = OPERATOR.call("auto")
+    fn(*args)
+    for i, x in ((0, args[0][:, 1:]), (1, ((5, 6), (3, 2))), (1, ((5, 6), (3.0, 3)))):
+        with pytest.raises((ValueError, TypeError), match="spatial_shapes"):
+            fn(*replaced(args, [i], [x]))

@@ -1,0 +1,23 @@
+"""The examples run, eagerly and as one graph, and find no difference to plain PyTorch."""
+
+import re
+from importlib import import_module
+
+import pytest
+
+SMALL = {
+    "deformable_detr_encoder": ["--height", "64", "--width", "96", "--channels", "32"],
+    "sparsedrive_decoder": ["--anchors", "20", "--height", "64", "--width", "96", "--channels", "32"],
+}
+
+
+@pytest.mark.parametrize("example", SMALL)
+@pytest.mark.parametrize("compiled", [[], ["--compile", "eager"]], ids=["eagerly", "one graph"])
+def test_example(example, compiled, capsys):
+    """Traced whole, but not lowered: Inductor takes a minute, and the tests of the layers have their gradients' graphs."""
+    import_module(example).main([*SMALL[example], "--repeats", "1", "--device", "cpu", *compiled])
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].endswith(", cpu, one graph by eager" if compiled else ", cpu, eagerly")
+    (values, _), exact = (map(float, found) for found in re.findall(r": values (\S+), gradients (\S+)", said))
+    assert values < 1e-5
+    assert max(exact) < 1e-12

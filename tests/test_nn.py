@@ -1,0 +1,427 @@
+"""Layers: the state dicts of the originals, and the results and gradients of their twins in plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import plain
+import sonde.nn
+from sonde.compat import sparsedrive
+
+LEVELS = [(6, 9), (3, 5), (2, 2)]
+S = sum(h * w for h, w in LEVELS)
+
+
+def filled(layer: nn.Module) -> nn.Module:
+    """Parameters that hide nothing: no zeros, no equal weights."""
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer.double()
+
+
+def leaf(*shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
+
+
+def assert_same(layer: nn.Module, twin: nn.Module, inputs: list[Tensor], call, call_twin=None) -> None:
+    """One state dict serves both; results and the gradients of all inputs and parameters agree."""
+    twin.load_state_dict(layer.state_dict(), strict=True)
+    found = []
+    for module, run in ((layer, call), (twin, call_twin or call)):
+        out = run(module)
+        names = [f"input {i}" for i in range(len(inputs))] + [n for n, p in module.named_parameters() if p.requires_grad]
+        wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append(dict(zip(["value", *names], [out, *torch.autograd.grad(out, wanted, weight)])))
+    assert found[0].keys() == found[1].keys()
+    for name, want in found[1].items():
+        torch.testing.assert_close(found[0][name], want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+        assert want.abs().max() > 1e-6, f"{name} is tested by zeros"
+
+
+# ---- GridSample ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_grid_sample(mode, padding_mode, align_corners):
+    input, grid = torch.randn(2, 3, 4, 5), 3 * torch.rand(2, 6, 2, 2) - 1.5
+    layer = sonde.nn.GridSample(mode, padding_mode, align_corners)
+    torch.testing.assert_close(layer(input, grid), F.grid_sample(input, grid, mode, padding_mode, align_corners))
+    assert repr(layer) == f"GridSample(mode='{mode}', padding_mode='{padding_mode}', align_corners={align_corners})"
+    assert not layer.state_dict()
+
+
+# ---- MSDeformAttn -------------------------------------------------------------------------------------------------------
+
+
+def attention(layer=sonde.nn.MSDeformAttn, **options):
+    return layer(**{**dict(d_model=16, n_levels=3, n_heads=4, n_points=2), **options})
+
+
+def test_state_dict_of_deformable_detr():
+    """The names and shapes of Deformable-DETR's own, at its own sizes."""
+    shapes = {name: tuple(x.shape) for name, x in sonde.nn.MSDeformAttn().state_dict().items()}
+    assert shapes == {
+        "sampling_offsets.weight": (256, 256),
+        "sampling_offsets.bias": (256,),
+        "attention_weights.weight": (128, 256),
+        "attention_weights.bias": (128,),
+        "value_proj.weight": (256, 256),
+        "value_proj.bias": (256,),
+        "output_proj.weight": (256, 256),
+        "output_proj.bias": (256,),
+    }
+
+
+def test_initial_values_of_deformable_detr():
+    """Eight heads look in eight directions of a square, a pixel further with each point; the same seed gives the same weights."""
+    torch.manual_seed(7)
+    layer = sonde.nn.MSDeformAttn(16, 3, 8, 4)
+    bias = layer.sampling_offsets.bias.detach().view(8, 3, 4, 2)
+    square = torch.tensor([[1.0, 0], [1, 1], [0, 1], [-1, 1], [-1, 0], [-1, -1], [0, -1], [1, -1]])
+    for level in range(3):
+        for point in range(4):
+            torch.testing.assert_close(bias[:, level, point], (point + 1) * square)
+    for name in ("sampling_offsets.weight", "attention_weights.weight"):
+        assert not layer.get_parameter(name).any()
+    for name in ("attention_weights", "value_proj", "output_proj"):
+        assert not layer.get_parameter(f"{name}.bias").any()
+
+    torch.manual_seed(7)
+    made = [nn.Linear(16, n) for n in (8 * 3 * 4 * 2, 8 * 3 * 4, 16, 16)]
+    for name, like in zip(("value_proj", "output_proj"), made[2:]):
+        nn.init.xavier_uniform_(like.weight)
+        assert torch.equal(layer.get_parameter(f"{name}.weight"), like.weight)
+
+
+@pytest.mark.parametrize("coordinates", [2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_equals_twin(coordinates, masked):
+    torch.manual_seed(0)
+    query, pixels = leaf(2, 7, 16), leaf(2, S, 16)
+    reference = torch.rand(2, 7, 3, coordinates, dtype=torch.float64).requires_grad_()
+    mask = torch.rand(2, S) < 0.3 if masked else None
+    assert_same(
+        filled(attention()),
+        attention(plain.MSDeformAttn).double(),
+        [query, pixels, reference],
+        lambda layer: layer(query, reference, pixels, LEVELS, None, mask),
+    )
+
+
+def test_shapes_are_python_integers_or_tensors():
+    """The same bits, however the levels are given."""
+    torch.manual_seed(0)
+    layer, query, pixels = filled(attention()), leaf(1, 5, 16), leaf(1, S, 16)
+    reference = torch.rand(1, 5, 3, 2, dtype=torch.float64)
+    want = layer(query, reference, pixels, LEVELS)
+    starts = torch.tensor([0, 54, 69])
+    assert torch.equal(layer(query, reference, pixels, torch.tensor(LEVELS), starts), want)
+    assert torch.equal(layer(query, reference, pixels, torch.tensor(LEVELS, dtype=torch.int32), starts.int()), want)
+    assert torch.equal(layer(query, reference, pixels, tuple(LEVELS), [0, 54, 69]), want)
+
+
+def assert_one_graph(layer, make) -> None:
+    """Of the layer and its gradients, for any number of queries; `make` gives what goes in and what the gradients are of."""
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for Q, stance in ((6, "default"), (9, "fail_on_recompile")):
+        args, wanted = make(Q)
+        for x in tree_leaves(args):
+            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == Q:
+                torch._dynamo.mark_dynamic(x, 1)
+        with torch.compiler.set_stance(stance):
+            got = compiled(*args)
+        want = layer(*args)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(*(torch.autograd.grad(out.square().sum(), wanted) for out in (got, want))):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["integers", "tensors"])
+def test_attention_is_one_graph(tensors):
+    levels = (torch.tensor(LEVELS), torch.tensor([0, 54, 69])) if tensors else (LEVELS, None)
+
+    def make(Q):
+        query, pixels = leaf(2, Q, 16), leaf(2, S, 16)
+        return (query, torch.rand(2, Q, 3, 2, dtype=torch.float64), pixels, *levels), [query, pixels]
+
+    assert_one_graph(filled(attention()), make)
+
+
+@pytest.mark.parametrize("coordinates", [2, 4])
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_coordinates_stay_float32(how, coordinates, monkeypatch):
+    """Half-precision coordinates would be pixels off."""
+    seen = spy(monkeypatch, "ms_deform_attn")
+    layer, reference = attention(), torch.rand(1, 5, 3, coordinates)
+    query, pixels = torch.randn(1, 5, 16), torch.randn(1, S, 16)
+    if how == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(query, reference, pixels, LEVELS)
+    else:
+        out = layer.bfloat16()(query.bfloat16(), reference.bfloat16(), pixels.bfloat16(), LEVELS)
+    assert out.dtype == torch.bfloat16
+    value, _, _, locations, logits = seen[0]
+    assert (value.dtype, locations.dtype, logits.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+def test_attention_refuses():
+    with pytest.raises(ValueError, match="d_model must be a multiple of n_heads; got 30 and 8"):
+        sonde.nn.MSDeformAttn(30)
+    with pytest.raises(ValueError, match=r"reference_points must be points \[B, Q, L, 2\] or boxes .* got \[1, 5, 3, 3\]"):
+        attention()(torch.randn(1, 5, 16), torch.rand(1, 5, 3, 3), torch.randn(1, S, 16), LEVELS)
+
+
+# ---- key points and DeformableFeatureAggregation ------------------------------------------------------------------------
+
+FIXED = [[0.0, 0.0, 0.0], [0.45, 0.0, 0.0], [0.0, -0.45, 0.1]]
+
+
+def boxes(count: int) -> Tensor:
+    """In front of the cameras of `cameras`, turned every way."""
+    place = torch.rand(2, count, 3, dtype=torch.float64) * torch.tensor([6.0, 4.0, 6.0]) - torch.tensor([3.0, 2.0, -3.0])
+    size, yaw = 0.3 * torch.randn(2, count, 3), 2 * math.pi * torch.rand(2, count, 1)
+    return torch.cat([place, size, yaw.sin(), yaw.cos(), torch.randn(2, count, 3)], -1).double().requires_grad_()
+
+
+def cameras(cams: int) -> dict[str, Tensor]:
+    """They look along z, side by side, at more than their images hold; the last looks back, where nothing is."""
+    projection = torch.eye(4, dtype=torch.float64).repeat(2, cams, 1, 1)
+    projection[:, :, 0, 0] = projection[:, :, 1, 1] = 60
+    projection[:, :, 0, 2], projection[:, :, 1, 2] = 32, 24
+    projection[:, :, 0, 3] = torch.arange(cams) * 20.0
+    projection[:, -1, :, 2] *= -1
+    return {"projection_mat": projection, "image_wh": torch.tensor([64.0, 48.0], dtype=torch.float64).expand(2, cams, 2)}
+
+
+@pytest.mark.parametrize("learnable", [0, 2])
+def test_key_points_equal_twin(learnable):
+    torch.manual_seed(0)
+    layer = sonde.nn.SparseBox3DKeyPointsGenerator(8, learnable, FIXED)
+    assert layer.num_pts == 3 + learnable
+    assert not layer.fix_scale.requires_grad
+    assert layer.fix_scale.tolist() == torch.tensor(FIXED).tolist()
+    names = {"fix_scale": (3, 3), **({"learnable_fc.weight": (6, 8), "learnable_fc.bias": (6,)} if learnable else {})}
+    assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == names
+    anchor, feature = boxes(5), leaf(2, 5, 8)
+    inputs = [anchor, feature] if learnable else [anchor]
+    twin = plain.SparseBox3DKeyPointsGenerator(8, learnable, FIXED).double()
+    assert_same(filled(layer), twin, inputs, lambda layer: layer(anchor, feature))
+    assert layer(anchor).shape == (2, 5, 3, 3)
+    assert sonde.nn.SparseBox3DKeyPointsGenerator()(anchor.float())[:, :, 0].equal(anchor[..., :3].float())
+
+
+def aggregation(layer=sonde.nn.DeformableFeatureAggregation, **options):
+    points = dict(num_learnable_pts=2, fix_scale=FIXED)
+    sizes = dict(embed_dims=16, num_groups=4, num_levels=2, num_cams=3, use_camera_embed=True, kps_generator=points)
+    return layer(**{**sizes, **options})
+
+
+def scene(A: int = 12) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    maps = [leaf(2, 3, 16, 6, 8), leaf(2, 3, 16, 3, 4)]
+    return [leaf(2, A, 16), boxes(A), leaf(2, A, 16)], maps, cameras(3)
+
+
+def test_state_dict_of_sparsedrive():
+    """The names and shapes of SparseDrive's own, at its own sizes."""
+    points = dict(type="SparseBox3DKeyPointsGenerator", num_learnable_pts=6, fix_scale=[[0, 0, 0]] + 6 * [[0.45, 0, 0]])
+    options = dict(attn_drop=0.15, use_deformable_func=True, residual_mode="cat", kps_generator=points)
+    layer = sonde.nn.DeformableFeatureAggregation(256, 8, 4, 6, use_camera_embed=True, **options)
+    shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
+    assert shapes == {
+        "kps_generator.fix_scale": (7, 3),
+        "kps_generator.learnable_fc.weight": (18, 256),
+        "kps_generator.learnable_fc.bias": (18,),
+        "output_proj.weight": (256, 256),
+        "output_proj.bias": (256,),
+        "camera_encoder.0.weight": (256, 12),
+        "camera_encoder.0.bias": (256,),
+        "camera_encoder.2.weight": (256,),
+        "camera_encoder.2.bias": (256,),
+        "camera_encoder.3.weight": (256, 256),
+        "camera_encoder.3.bias": (256,),
+        "camera_encoder.5.weight": (256,),
+        "camera_encoder.5.bias": (256,),
+        "weights_fc.weight": (8 * 4 * 13, 256),
+        "weights_fc.bias": (8 * 4 * 13,),
+    }
+    assert not layer.weights_fc.weight.any()
+    assert not layer.weights_fc.bias.any()
+    plainer = sonde.nn.DeformableFeatureAggregation(256, 8, 4, 6, **options)
+    assert tuple(plainer.weights_fc.weight.shape) == (8 * 6 * 4 * 13, 256)
+    assert "camera_encoder.0.weight" not in plainer.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(use_camera_embed=False, residual_mode="cat"),
+        dict(use_deformable_func=False),
+        dict(attn_drop=0.4),
+        dict(kps_generator=None),
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_aggregation_equals_twin(options):
+    (instance, anchor, embed), maps, metas = scene()
+
+    def call(layer):
+        torch.manual_seed(3)  # of the dropout
+        return layer(instance, anchor, embed, maps, metas)
+
+    layer, twin = filled(aggregation(**options)), aggregation(plain.DeformableFeatureAggregation, **options).double()
+    assert_same(layer, twin, [instance, anchor, embed, *maps], call)
+    if "attn_drop" in options:
+        out = call(layer)
+        assert not torch.equal(call(layer.eval()), out)
+    if "use_deformable_func" in options:
+        out, layer.use_deformable_func = call(layer), True
+        assert not torch.allclose(call(layer), out)
+
+
+def test_aggregation_without_image_sizes():
+    """Then the projection is to [0, 1] already."""
+    inputs, maps, metas = scene()
+    scaled = metas["projection_mat"].clone()
+    scaled[:, :, :2] /= metas["image_wh"][..., None]
+    layer = filled(aggregation(use_camera_embed=False))
+    torch.testing.assert_close(layer(*inputs, maps, {"projection_mat": scaled}), layer(*inputs, maps, metas))
+
+
+def test_maps_are_formatted_once_for_many_layers():
+    """Maps, rows with tuples and rows with tensors give the same bits."""
+    inputs, maps, metas = scene()
+    layer = filled(aggregation())
+    want = layer(*inputs, maps, metas)
+    assert torch.equal(layer(*inputs, sonde.feature_maps_format(maps), metas), want)
+    assert torch.equal(layer(*inputs, sparsedrive.feature_maps_format(maps), metas), want)
+
+
+def test_a_generator_of_ones_own():
+    """Any module with `num_pts` that makes points of anchors and features."""
+
+    class Polyline(nn.Module):
+        num_pts = 4
+
+        def forward(self, anchor, instance_feature):
+            return anchor.unflatten(-1, (4, 3))
+
+    (instance, anchor, embed), maps, metas = scene()
+    anchor = anchor[..., :3].detach().repeat(1, 1, 4).requires_grad_()
+    layer = filled(aggregation(kps_generator=Polyline()))
+    out = layer(instance, anchor, embed, maps, metas)
+    out.square().sum().backward()
+    assert out.shape == (2, 12, 16)
+    assert anchor.grad.abs().sum() > 0
+
+
+def test_aggregation_is_one_graph():
+    """From maps to the result."""
+
+    def make(A):
+        inputs, maps, metas = scene(A)
+        return (*inputs, maps, metas), [*inputs, *maps]
+
+    assert_one_graph(filled(aggregation()), make)
+
+
+def test_projection_stays_float32(monkeypatch):
+    """Autocast would multiply matrices in half precision, and cameras would see points pixels away."""
+    seen = spy(monkeypatch, "deformable_aggregation")
+    inputs, maps, metas = scene()
+    inputs, maps, metas = [x.float() for x in inputs], [x.float() for x in maps], {k: x.float() for k, x in metas.items()}
+    layer = filled(aggregation(kps_generator=dict(fix_scale=FIXED))).float()
+    layer(*inputs, maps, metas)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(*inputs, maps, metas)
+    full, cast = (args[3] for args in seen)
+    assert full.dtype == cast.dtype == torch.float32
+    torch.testing.assert_close(cast, full, rtol=1e-6, atol=1e-6)
+
+
+def test_aggregation_refuses():
+    with pytest.raises(ValueError, match="embed_dims must be a multiple of num_groups; got 16 and 3"):
+        aggregation(num_groups=3)
+    with pytest.raises(ValueError, match="residual_mode must be 'add', 'cat' or None; got 'sum'"):
+        aggregation(residual_mode="sum")
+    with pytest.raises(ValueError, match="'SparsePoint3DKeyPointsGenerator' is not known here; pass the module itself"):
+        aggregation(kps_generator=dict(type="SparsePoint3DKeyPointsGenerator"))
+
+
+def test_layers_are_shown_with_their_sizes():
+    assert "d_model=16, n_levels=3, n_heads=4, n_points=2" in repr(attention())
+    assert "num_groups=4, num_levels=2, num_cams=3, num_pts=5" in repr(aggregation())
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------------
+
+
+class OneDevice(TorchFunctionMode):
+    """Nothing has a tensor elsewhere in hand, or makes one of the host's numbers: such a copy would wait for the device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.tensor, torch.as_tensor, Tensor.new_tensor), f"{function} of {args}"
+        out = function(*args, **(kwargs or {}))
+        devices = {x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}
+        assert devices <= {"meta"}, f"{function} has tensors on {devices}"
+        return out
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["integers", "tensors"])
+def test_layers_copy_nothing_from_the_host(tensors, monkeypatch):
+    """The meta device stands for a GPU: its tensors cannot be read, and what comes from the CPU is seen."""
+
+    def on_meta(tree):
+        return tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)
+
+    for name in ("ms_deform_attn", "deformable_aggregation"):  # operators have tests of their own
+        monkeypatch.setattr(sonde.nn, name, lambda x, shapes, starts, at, *_, **__: x.new_empty(*at.shape[:2], 16))
+    levels = on_meta((torch.tensor(LEVELS), torch.tensor([0, 54, 69]))) if tensors else (LEVELS, None)
+    query, reference, pixels = on_meta((leaf(2, 5, 16), leaf(2, 5, 3, 2), leaf(2, S, 16)))
+    inputs, maps, metas = on_meta(scene())
+    attend, look = attention().to("meta"), aggregation(attn_drop=0.1).to("meta")
+    with OneDevice():
+        assert attend(query.float(), reference.float(), pixels.float(), *levels).shape == (2, 5, 16)
+        assert look.double()(*inputs, maps, metas).shape == (2, 12, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensors", [False, True], ids=["integers", "tensors"])
+def test_layers_never_wait_for_the_device(tensors):
+    attend, query, pixels = attention().cuda(), torch.randn(1, 5, 16).cuda(), torch.randn(1, S, 16).cuda()
+    reference = torch.rand(1, 5, 3, 2).cuda()
+    levels = (torch.tensor(LEVELS).cuda(), torch.tensor([0, 54, 69]).cuda()) if tensors else (LEVELS, None)
+    inputs, maps, metas = scene()
+    inputs, maps = [x.detach().float().cuda() for x in inputs], [x.detach().float().cuda() for x in maps]
+    metas = {k: x.float().cuda() for k, x in metas.items()}
+    if tensors:
+        maps = [x.cuda() for x in sparsedrive.feature_maps_format(maps)]
+    look = aggregation(attn_drop=0.1).cuda()
+
+    def run():
+        attend(query, reference, pixels, *levels).sum().backward()
+        look(*inputs, maps, metas).sum().backward()
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def spy(monkeypatch, name: str) -> list[tuple]:
+    """The arguments of every call of an operator by a layer."""
+    seen, real = [], getattr(sonde.nn, name)
+    monkeypatch.setattr(sonde.nn, name, lambda *args, **options: seen.append(args) or real(*args, **options))
+    return seen
