@@ -45,6 +45,14 @@ OF_TORCH = {
 }  # fmt: skip
 
 
+# two operators with one frame of passes, which take longest there: what is their own
+PYRAMIDS = {"grid.deformable_aggregation", "grid.ms_deform_attn"}
+OF_PYRAMIDS = {
+    "test_deterministic_mode_repeats_its_bits", "test_every_determinism_claim", "test_modes_without_gradients",
+    "test_names_and_writes", "test_only_the_needed_gradients", "test_workspace_is_what_is_allocated",
+}  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one.
@@ -55,9 +63,11 @@ def pytest_collection_modifyitems(items):
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        interpreted = "triton" in (given.get("target"), given.get("impl"))
-        if interpreted and item.originalname in OF_TORCH and given.get("operator") != "grid.sample_sum":
-            item.add_marker(pytest.mark.slow)
+        operator, name = given.get("operator"), getattr(item, "originalname", "")
+        if operator and ("triton" in (given.get("target"), given.get("impl")) or "triton_target" in item.fixturenames):
+            others = operator in PYRAMIDS and name not in OF_PYRAMIDS
+            if others or (name in OF_TORCH and operator != "grid.sample_sum"):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):
