@@ -45,9 +45,9 @@ OF_TORCH = {
 }  # fmt: skip
 
 
-# two operators with one frame of passes, which take longest there: what is their own
-PYRAMIDS = {"grid.deformable_aggregation", "grid.ms_deform_attn"}
-OF_PYRAMIDS = {
+# operators that share their passes with others, or take longest there: what is their own
+SHARING = {"grid.deformable_aggregation", "grid.ms_deform_attn", "grid.sample_dot"}
+THEIR_OWN = {
     "test_deterministic_mode_repeats_its_bits", "test_every_determinism_claim", "test_modes_without_gradients",
     "test_names_and_writes", "test_only_the_needed_gradients", "test_workspace_is_what_is_allocated",
 }  # fmt: skip
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items):
         given = item.callspec.params if hasattr(item, "callspec") else {}
         operator, name = given.get("operator"), getattr(item, "originalname", "")
         if operator and ("triton" in (given.get("target"), given.get("impl")) or "triton_target" in item.fixturenames):
-            others = operator in PYRAMIDS and name not in OF_PYRAMIDS
+            others = operator in SHARING and name not in THEIR_OWN
             if others or (name in OF_TORCH and operator != "grid.sample_sum"):
                 item.add_marker(pytest.mark.slow)
 
