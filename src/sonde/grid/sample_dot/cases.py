@@ -11,6 +11,7 @@ from .. import _cases
 
 SMALL = _cases.SMALL
 BENCH = _cases.EPIPOLAR
+IN_FULL = ("odd_sizes", "hostile")  # in every dtype and both modes where kernels are interpreted; the rest in float32
 
 
 def make(octaves: int = 0, **sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
