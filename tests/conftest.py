@@ -46,7 +46,7 @@ OF_TORCH = {
 
 
 # operators that share their passes with others, or take longest there: what is their own
-SHARING = {"grid.deformable_aggregation", "grid.ms_deform_attn", "grid.sample_dot"}
+SHARING = {"grid.deformable_aggregation", "grid.grid_sample", "grid.ms_deform_attn", "grid.sample_dot"}
 THEIR_OWN = {
     "test_deterministic_mode_repeats_its_bits", "test_modes_without_gradients",
     "test_names_and_writes", "test_only_the_needed_gradients", "test_workspace_is_what_is_allocated",

@@ -75,7 +75,7 @@ class Config(NamedTuple):
 
 
 def default_config(problem: Transpose) -> Config:
-    return Config(64, 4)
+    return Config(32 if problem.digits else 64, 4)  # integers of 64 bits take twice the registers
 
 
 def launch(p: Transpose, config: Config) -> Launch:
