@@ -18,8 +18,7 @@ from ..op.gpu import cdiv, launch
 FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
 BLOCK = 4096
 MARKED = tl.constexpr(1 << 62)  # no sum is as large
-# of float32 and float64: bits of the fraction, the exponent of one, and an integer of the same size
-FRACTION, ONE, BITS = (23, 52), (127, 1023), (torch.int32, torch.int64)
+BITS = (torch.int32, torch.int64)  # integers as large as float32 and float64
 
 
 def digits(terms: int) -> int:

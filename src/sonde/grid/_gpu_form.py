@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..jit.kernel import dtypes_of
 from ..op.cache import remember
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
@@ -175,12 +174,10 @@ def plan(
     for result in this.results:
         dtypes[5 + result.position] = wide if result.name == "images" else result.dtype
     for step in this.steps:
-        kinds = dtypes_of(None if i is None else dtypes[i] for i in step.takes)
-        config, *about = step.kernel.choose(step.problem, kinds, images.device)
         writes = [names[OPERANDS[i - 5]] for i in step.takes if i is not None and i >= 5]
         atomic = 5 in step.takes
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
-        found.append(kernel(step.kernel.title, writes, promise, room, str(config), *about))
+        found.append(kernel(step.kernel.title, writes, promise, room, *step.chosen(dtypes, images.device)))
     if this.segments:  # which need the images no more
         room = sum(sizes[i] for i in this.copies if i) + workspace(this.problem)
         *others, last = SEGMENTS

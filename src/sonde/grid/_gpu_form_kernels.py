@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import jit
 from ..op.gpu import Launch, accumulator, cdiv, power_of_2
+from ._gpu_axes import over_channels
 from ._gpu_taps import TURN, channel, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
@@ -273,12 +274,6 @@ def _form(
             tl.store(d_samples + 2 * qd, total.to(d_samples.dtype.element_ty), mask=in_qd)
             total = over_channels(g_y, live) * (0.5 * H)
             tl.store(d_samples + 2 * qd + 1, total.to(d_samples.dtype.element_ty), mask=in_qd)
-
-
-@triton.jit
-def over_channels(x, live):
-    """The sum of each sample's row; exactly zero for one that sees nothing, whatever it was multiplied with."""
-    return tl.where(live, tl.sum(x, 1, keep_dims=True), 0)
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..op.cache import REMEMBERED
-from ..op.gpu import cdiv, launch, power_of_2
+from ..op.gpu import cdiv, launch, power_of_2, vector_of
 
 
 class Levels(NamedTuple):
@@ -219,13 +219,6 @@ def scatter(p, value, s00, s01, s10, s11, k00, k01, k10, k11, in_c, W, STRIDE: t
 def put(p, x, mask):
     """Store in the dtype of what `p` points to."""
     tl.store(p, x.to(p.dtype.element_ty), mask=mask)
-
-
-def vector_of(most: int, *numbers: int) -> int:
-    """The largest power of two up to `most` that divides all numbers."""
-    while most > 1 and any(n % most for n in numbers):
-        most //= 2
-    return most
 
 
 def block_of(channels: int) -> int:

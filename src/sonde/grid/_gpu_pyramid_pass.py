@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..jit.kernel import Tunable, dtypes_of
+from ..jit.kernel import Tunable
 from ..op.cache import remember
 from ..op.plan import Determinism, Kernel
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
@@ -174,7 +174,7 @@ def plan(
     found = []
     for step in this.steps:
         last = step is this.steps[-1]
-        chosen = _chosen(step, dtypes, features.device)
+        chosen = step.chosen(dtypes, features.device)
         room = parts + _bytes(T, this.copies)
         found.append(Kernel(step.kernel.title, ("out",) if last else (), this.wide, same, room, "forward", *chosen))
     if any(needs):
@@ -199,7 +199,7 @@ def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kerne
         later = result if buffer or this.segments is not None else 0  # is allocated when this is over
         room = max(0, copied + buffer - later)
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
-        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *_chosen(this.step, dtypes, features.device))
+        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *this.step.chosen(dtypes, features.device))
     if buffer:
         add("torch.Tensor.to", (), Determinism.BATCH_INVARIANT, buffer)
     if this.segments is not None:
@@ -219,9 +219,3 @@ def _bytes(T: Sequence[Any], which: Sequence[int]) -> int:
 
 def _table_dtypes(levels: Levels, shapes: Tensor | None, starts: Tensor | None) -> list[torch.dtype]:
     return [torch.int32 if levels.table or t is None else t.dtype for t in (shapes, starts)]
-
-
-def _chosen(step: jit.Step, dtypes: Sequence[torch.dtype], device: torch.device) -> tuple:
-    """The configuration that a step runs in, and what else is known of it."""
-    config, *about = step.kernel.choose(step.problem, dtypes_of(None if i is None else dtypes[i] for i in step.takes), device)
-    return str(config), *about

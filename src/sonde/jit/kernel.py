@@ -268,6 +268,12 @@ class Step:
             self.start = self.kernel.bind(self.problem, taken)
         self.start(*taken)
 
+    def chosen(self, given: Sequence[Tensor | torch.dtype | None], device: torch.device) -> tuple:
+        """For a plan: the configuration that it would run in, and what else is known of it; of the tensors, dtypes are enough."""
+        dtypes = dtypes_of(None if i is None else given[i] for i in self.takes)
+        config, *about = self.kernel.choose(self.problem, dtypes, device)
+        return str(config), *about
+
 
 _searched: set[Key] = set()  # by this process, which need not search them again
 _listeners: list[Callable[[Tunable, Any, Key], Callable]] = []  # each makes the progress function of a search

@@ -71,3 +71,10 @@ def cdiv(n: int, d: int) -> int:  # Triton's own is wrapped for use inside kerne
 def power_of_2(n: int) -> int:
     """The smallest that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def vector_of(most: int, *numbers: int) -> int:
+    """The largest power of two up to `most` that divides all numbers."""
+    while most > 1 and any(n % most for n in numbers):
+        most //= 2
+    return most

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2
-from .._gpu_pyramid import block_of, fetch, inside, level, locate, put, scatter, sees, shares, vector_of
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from .._gpu_pyramid import block_of, fetch, inside, level, locate, put, scatter, sees, shares
+from .._gpu_pyramid_expected import gradients, host, parts
 from .._gpu_taps import corners, interpolate
 
 BLOCK_N = 128  # samples that are looked at together
@@ -380,23 +381,14 @@ def clear(p, n, there, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
         put(p + n[:, None] * WIDTH + k, tl.zeros([BLOCK_N, BLOCK], tl.float32), there[:, None] & (k < WIDTH))
 
 
-def _host(p: Problem, shapes: Tensor, starts: Tensor) -> tuple[int, ...]:
-    """(h, w, start) of each level."""
-    if p.table:
-        return tuple(shapes.flatten().tolist())
-    return tuple(torch.cat([shapes.reshape(-1, 2), starts.reshape(-1, 1)], 1).flatten().tolist())
-
-
 def _parts(p: Problem) -> list[slice]:
-    """Of the anchors, so that the reference need not hold all their samples."""
-    step = max(1, (1 << 25) // max(1, p.B * p.N * p.L * p.C))
-    return [slice(a, a + step) for a in range(0, p.A, step)]
+    return parts(p.A, p.B * p.N * p.L * p.C)
 
 
 def expected(p: Problem, features: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, out: Tensor):
     from .reference import deformable_aggregation
 
-    levels, wide = _host(p, shapes, starts), features.to(p.wide)
+    levels, wide = host(p.table, shapes, starts), features.to(p.wide)
     slice_of_sample = (torch.arange(p.N, device=out.device) // max(1, cdiv(p.N, p.slices))).view(-1, p.cams, 1, 1)
     found = torch.empty(p.B, p.A, p.slices, p.C, dtype=p.wide, device=out.device)
     for k in range(p.slices):
@@ -411,20 +403,12 @@ def expected_gradients(
 ):
     from .reference import deformable_aggregation
 
-    levels = _host(p, shapes, starts)
     if features is None:
         features = torch.zeros(p.B, p.S, p.C, device=grad.device)
-    leaf = features.detach().to(p.wide).requires_grad_()
-    d_features, others = torch.zeros_like(leaf, memory_format=torch.contiguous_format), []
-    for a in _parts(p):
-        given = [leaf, *(x[:, a].detach().to(p.wide).requires_grad_() for x in (locations, weights))]
-        with torch.enable_grad():
-            out = deformable_aggregation(given[0], None, None, given[1], given[2], levels, p.drop)
-        found = torch.autograd.grad(out, given, grad[:, a].to(p.wide))
-        d_features += found[0]
-        others.append(found[1:])
-    wanted = [d_features, *(torch.cat(x, 1) for x in zip(*others))]
-    return {6 + i: want for i, (want, result) in enumerate(zip(wanted, results)) if result is not None}
+    levels = host(p.table, shapes, starts)
+    return gradients(
+        deformable_aggregation, levels, p.drop, _parts(p), grad, features, locations, weights, results, p.wide
+    )  # fmt: skip
 
 
 aggregate = jit.kernel(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ... import jit
-from ...jit.kernel import dtypes_of
 from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
@@ -121,9 +120,8 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
         takes = [0, 1 if "grid" in wants else None, 2, *(3 + i if t in wants else None for i, t in _NAMES)]
         step = jit.Step(gradients, what, [*takes, *_fixed(fixed, wide)])
         if fixed:
-            takes = [0, None, 2, 3, None, None, 6]
-            alone = [problem(*known, None, of_gradient, False, FORCE_INT64, stage) for stage in (MARK, TELL)]
-            marks = tuple(jit.Step(gradients, what, takes) for what in alone)
+            mark = problem(*known, None, of_gradient, False, FORCE_INT64, MARK)
+            marks = tuple(jit.Step(gradients, what, [0, None, 2, 3, None, None, 6]) for what in (mark, mark._replace(stage=TELL)))
     copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
     return Backward(*copies, wants, through, step, marks, grid.shape[0] != B, zeros, wide)
 
@@ -205,7 +203,7 @@ def plan(
     options, wide = (mode, padding_mode, align_corners), accumulator(input, grid)
     this = prepare_forward(input, grid, options)
     copy = grid.numel() * grid.element_size() if this.copy_grid else 0
-    chosen = _chosen(this.step, [input, grid, input], input.device)
+    chosen = this.step.chosen([input, grid, input], input.device)
     same, room, found = Determinism.BATCH_INVARIANT, copy, []
     if this.through:
         room += input.numel() // input.shape[1] * pixel_stride(input.shape[1], input.element_size()) * input.element_size()
@@ -236,9 +234,9 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
         promise = of_input if "input" in this.wants else Determinism.RUN_TO_RUN if this.repeated else same
         of_grid, most = this.wide if this.repeated else grid.dtype, torch.int64 if this.wide == torch.float64 else torch.int32
         dtypes = [input.dtype, input.dtype, grid.dtype, sums, of_grid, sums, most]
-        add(gradients.title, this.wants, promise, room, *_chosen(this.step, dtypes, input.device))
+        add(gradients.title, this.wants, promise, room, *this.step.chosen(dtypes, input.device))
         for step in this.marks:
-            add(gradients.title, (), Determinism.RUN_TO_RUN, room, *_chosen(step, dtypes, input.device))
+            add(gradients.title, (), Determinism.RUN_TO_RUN, room, *step.chosen(dtypes, input.device))
         if this.repeated and "grid" in this.wants:
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
         if this.through:
@@ -264,12 +262,6 @@ def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
         buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
     copy = pixels * pixel_stride(C, itemsize) * itemsize if this.through and "grid" in this.wants else 0
     return max(0, room + buffer + copy - result), room + buffer
-
-
-def _chosen(step: jit.Step, given: Sequence[Tensor | torch.dtype], device: torch.device) -> tuple:
-    """The configuration that a step runs in, and what else is known of it."""
-    config, *about = step.kernel.choose(step.problem, dtypes_of(None if i is None else given[i] for i in step.takes), device)
-    return str(config), *about
 
 
 def _outline(t: Tensor) -> Tensor:

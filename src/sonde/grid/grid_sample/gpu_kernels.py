@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
 from .._gpu_fixed import FLOAT, add, digits, multiple
 
@@ -69,23 +69,16 @@ def problem(
     spans = [sum(m * s for m, s in zip((C, *size), of[1:])) for of in strides]
     spans += [C * of_out[1] + points * of_out[2], points * flat.stride(1) + dim * flat.stride(2)]
     last = C > 1 and all(of[1] == 1 for of in strides)
-    vector = _divides(most, C, *[s for of in strides for s in (of[0], *of[2:])]) if last else 1
+    vector = vector_of(most, C, *[s for of in strides for s in (of[0], *of[2:])]) if last else 1
     last = last and (vector > 1 or C >= 8)  # a few channels that no vector holds are read one by one, a pixel in each thread
     out = "channels" if of_out[1] == 1 and C > 1 else "points" if of_out[2] == 1 else "other"
     along = dict(channels=(C, of_out[2]), points=(points, of_out[1]), other=(1,))[out]
     five = [(0,) * 5 if of is None else (*of[:2], *(0,) * (3 - dim), *of[2:]) for of in (of_input, of_gradient)]
     return Problem(
         MODES.index(options[0]), PADDINGS.index(options[1]), options[2], dim, C, wide, of_gradient is not None, wants_grid, last,
-        vector, out, _divides(most, of_out[0], *along), int64 or max(spans) >= 2**31 - 2**20, stage, points, Z, H, W, B, n, grids,
+        vector, out, vector_of(most, of_out[0], *along), int64 or max(spans) >= 2**31 - 2**20, stage, points, Z, H, W, B, n, grids,
         five[0], flat.stride(), tuple(of_out), five[1],
     )  # fmt: skip
-
-
-def _divides(most: int, *numbers: int) -> int:
-    """The largest power of two up to `most` that divides all numbers."""
-    while most > 1 and any(n % most for n in numbers):
-        most //= 2
-    return most
 
 
 class Config(NamedTuple):
@@ -170,8 +163,8 @@ def units(p: Problem) -> int:
 def launch(p: Problem, config: Config) -> Launch:
     groups = (p.B // max(1, p.inputs), p.B // max(1, p.grids))
     sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out, *p.of_gradient, units(p), p.inputs)
-    out_vector = _divides(p.out_vector, config.chunk) if p.out == "channels" else p.out_vector
-    layout = (p.last, _divides(p.vector, config.chunk), p.out == "channels", p.out == "points", out_vector)
+    out_vector = vector_of(p.out_vector, config.chunk) if p.out == "channels" else p.out_vector
+    layout = (p.last, vector_of(p.vector, config.chunk), p.out == "channels", p.out == "points", out_vector)
     offset = tl.int64 if p.int64 else tl.int32
     constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, p.stage, config.chunk, *config[:3])
     grid = (p.B * cdiv(p.points, config.block_p), cdiv(max(1, p.C), config.chunk), 1)

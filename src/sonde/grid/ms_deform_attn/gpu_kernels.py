@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2
-from .._gpu_pyramid import block_of, fetch, level, locate, put, scatter, shares, slopes, vector_of
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from .._gpu_pyramid import block_of, fetch, level, locate, put, scatter, shares, slopes
+from .._gpu_pyramid_expected import gradients, host, parts
 from .._gpu_taps import corners
 
 FEW = 4096  # queries times heads that leave a device idle unless each is a program
@@ -301,23 +302,14 @@ def _attend_gradients(
         q0 += BLOCK_Q
 
 
-def _host(p: Problem, shapes: Tensor, starts: Tensor) -> tuple[int, ...]:
-    """(h, w, start) of each level."""
-    if p.table:
-        return tuple(shapes.flatten().tolist())
-    return tuple(torch.cat([shapes, starts[:, None]], 1).flatten().tolist())
-
-
 def _parts(p: Problem) -> list[slice]:
-    """Of the queries, so that the reference need not hold all their samples."""
-    step = max(1, (1 << 25) // max(1, p.B * p.heads * p.L * p.P * p.D))
-    return [slice(q, q + step) for q in range(0, p.Q, step)]
+    return parts(p.Q, p.B * p.heads * p.L * p.P * p.D)
 
 
 def expected(p: Problem, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, out: Tensor):
     from .reference import ms_deform_attn
 
-    levels, wide = _host(p, shapes, starts), value.to(p.wide)
+    levels, wide = host(p.table, shapes, starts), value.to(p.wide)
     parts = [ms_deform_attn(wide, None, None, locations[:, q], weights[:, q], levels, p.logits) for q in _parts(p)]
     return {5: torch.cat(parts, 1).view(out.shape)}
 
@@ -327,20 +319,10 @@ def expected_gradients(
 ):
     from .reference import ms_deform_attn
 
-    levels = _host(p, shapes, starts)
     if value is None:
         value = torch.zeros(p.B, p.S, p.heads, p.D, device=grad.device)
-    leaf = value.detach().to(p.wide).requires_grad_()
-    d_value, others = torch.zeros_like(leaf, memory_format=torch.contiguous_format), []
-    for q in _parts(p):
-        given = [leaf, *(x[:, q].detach().to(p.wide).requires_grad_() for x in (locations, weights))]
-        with torch.enable_grad():
-            out = ms_deform_attn(given[0], None, None, given[1], given[2], levels, p.logits)
-        found = torch.autograd.grad(out, given, grad.reshape(p.B, p.Q, -1)[:, q].to(p.wide))
-        d_value += found[0]
-        others.append(found[1:])
-    wanted = [d_value, *(torch.cat(x, 1) for x in zip(*others))]
-    return {6 + i: want for i, (want, result) in enumerate(zip(wanted, results)) if result is not None}
+    levels, rows = host(p.table, shapes, starts), grad.reshape(p.B, p.Q, -1)
+    return gradients(ms_deform_attn, levels, p.logits, _parts(p), rows, value, locations, weights, results, p.wide)
 
 
 attend = jit.kernel(
