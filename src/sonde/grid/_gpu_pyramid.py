@@ -61,38 +61,36 @@ def layout_of(features: Tensor, force_int64: bool) -> Layout:
 
 
 class Table(NamedTuple):
-    tensor: Tensor
+    tensor: Tensor  # [levels, 3]
     stream: int
-    written: Any  # an event; None when it has passed
+    event: Any  # behind the launches that write it; None when they are over
 
 
 _tables: dict[tuple, Table] = {}  # never emptied: a captured graph may hold the address
 
 
-def table_of(levels: tuple[int, ...], device: torch.device) -> Tensor:
-    """``[levels, 3]`` on the device, without a copy from the host: a kernel stores its arguments.
-
-    A table is kept once it is known to be written; one that is made while a graph is captured belongs to the graph.
-    """
+def table_of(levels: tuple[int, ...], device: torch.device) -> Table:
+    """Without a copy from the host: a kernel stores its arguments. What is made while a graph is captured belongs to the graph."""
     found = _tables.get((levels, device))
     if device.type != "cuda":
         if found is None:
             found = _tables[levels, device] = Table(_write(levels, device), 0, None)
-        return found.tensor
-    if found is not None and found.written is None:
-        return found.tensor
-    if torch.cuda.is_current_stream_capturing():  # when it must not be asked whether another is written
-        return _write(levels, device)
+        return found
+    if found is not None and found.event is None:
+        return found
+    stream = torch.cuda.current_stream().cuda_stream
+    if torch.cuda.is_current_stream_capturing():  # when events must not be asked
+        return Table(_write(levels, device), stream, ())
     if found is None:
-        found = Table(_write(levels, device), torch.cuda.current_stream().cuda_stream, torch.cuda.Event())
-        found.written.record()
-        if len(_tables) < REMEMBERED:
-            _tables[levels, device] = found
-    elif found.written.query():
-        _tables[levels, device] = found._replace(written=None)
-    elif found.stream != torch.cuda.current_stream().cuda_stream:
-        torch.cuda.current_stream().wait_event(found.written)
-    return found.tensor
+        found = Table(_write(levels, device), stream, torch.cuda.Event())
+        found.event.record()
+    elif found.event.query():
+        found = found._replace(event=None)
+    elif found.stream != stream:
+        found.event.wait()
+    if len(_tables) < REMEMBERED or (levels, device) in _tables:
+        _tables[levels, device] = found
+    return found
 
 
 def _write(levels: tuple[int, ...], device: torch.device) -> Tensor:

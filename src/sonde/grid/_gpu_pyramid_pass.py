@@ -38,6 +38,7 @@ class Operator(NamedTuple):
 
 class Forward(NamedTuple):
     levels: Levels
+    told: list[Tensor]  # what kernels read of the levels, once it is there for good
     copies: tuple[int, ...]  # operands that are made contiguous
     shape: tuple[int, ...]
     parts: tuple[int, ...] | None  # of the sums that are added up afterwards
@@ -47,6 +48,7 @@ class Forward(NamedTuple):
 
 class Backward(NamedTuple):
     levels: Levels
+    told: list[Tensor]
     copies: tuple[int, ...]  # the result's gradient being the first
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
     step: jit.Step | None
@@ -58,25 +60,28 @@ class Backward(NamedTuple):
 _passes: dict[tuple, Any] = {}
 
 
-def _remembered(kind: str, prepare: Callable, op: Operator, T: Sequence[Any], levels: tuple[int, ...], *options: Any) -> Any:
+def _remembered(prepare: Callable, op: Operator, T: Sequence[Any], levels: tuple[int, ...], *options: Any) -> Any:
     kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in T]
-    key = (kind, op.names, levels, *options, T[0].get_device(), jit.state(), *kinds)
+    key = (op.names, levels, options, T[0].get_device(), jit.state(), *kinds)  # a backward pass has one tensor more
     found = _passes.get(key)
     return remember(_passes, key, prepare(op, T, levels, *options)) if found is None else found
 
 
-def _described(T: Sequence[Any], levels: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
+def _described(T: list[Any], levels: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
     """Numbers where the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
-    features, shapes, starts, *others = T
-    if shapes is None or (shapes.device == features.device and starts.device == features.device):
-        return list(T), tuple(levels)
-    return [features, None, None, *others], tuple(numbers((shapes, starts, ())))
+    shapes, starts, device = T[1], T[2], T[0].device
+    if shapes is not None and (shapes.device != device or starts.device != device):
+        T[1], T[2], levels = None, None, numbers((shapes, starts, ()))
+    return T, tuple(levels)
 
 
-def _tables(levels: Levels, features: Tensor, shapes: Tensor | None, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _tables(this: Forward | Backward, features: Tensor, shapes: Tensor | None, starts: Tensor | None) -> Sequence[Tensor]:
     """What kernels are told of the levels."""
-    if levels.table:
-        return (table_of(levels.table, features.device),) * 2
+    if this.levels.table:
+        table = table_of(this.levels.table, features.device)
+        if table.event is None:
+            this.told.extend([table.tensor, table.tensor])
+        return table.tensor, table.tensor
     if shapes is None or starts is None:  # there are none
         return (features.new_empty(0, dtype=torch.int32),) * 2
     return shapes.contiguous(), starts.contiguous()
@@ -87,14 +92,14 @@ def _levels(features: Tensor, starts: Tensor | None, levels: tuple[int, ...]) ->
 
 
 def forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Tensor:
-    T, levels = _described(T, levels)
-    this = _remembered("forward", prepare_forward, op, T, levels, flag, int64)
+    T, levels = _described(list(T), levels)
+    this = _remembered(prepare_forward, op, T, levels, flag, int64)
     for i in this.copies:
         T[i] = T[i].contiguous()
     features, shapes, starts, locations, weights = T
     out = features.new_empty(this.shape)
     sums = None if this.parts is None else features.new_empty(this.parts, dtype=this.wide)
-    tensors = (features, *_tables(this.levels, features, shapes, starts), locations, weights, out, sums)
+    tensors = (features, *(this.told or _tables(this, features, shapes, starts)), locations, weights, out, sums)
     for step in this.steps:
         step(tensors)
     return out
@@ -110,21 +115,20 @@ def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], fla
     steps = [jit.Step(op.value, problem, [0, 1, 2, 3, 4, 5 if slices == 1 else 6])]
     if slices > 1:
         steps.append(jit.Step(op.total, problem, [6, 5]))  # type: ignore[arg-type]
-    return Forward(known, tuple(copies), shape, (*shape[:2], slices, shape[2]) if slices > 1 else None, wide, tuple(steps))
+    return Forward(known, [], tuple(copies), shape, (*shape[:2], slices, shape[2]) if slices > 1 else None, wide, tuple(steps))
 
 
 def backward(
     op: Operator, grad: Tensor, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool,
     int64: bool,
 ) -> list[Tensor]:  # fmt: skip
-    T, levels = _described(T, levels)
-    T.append(grad)
-    this = _remembered("backward", prepare_backward, op, T, levels, flag, tuple(needs), deterministic, int64)
+    T, levels = _described([*T, grad], levels)
+    this = _remembered(prepare_backward, op, T, levels, flag, tuple(needs), deterministic, int64)
     dtype, size = T[0].dtype, T[0].shape
     for i in this.copies:
         T[i] = T[i].contiguous()
     features, shapes, starts, locations, weights, grad = T
-    tables = _tables(this.levels, features, shapes, starts)
+    tables = this.told or _tables(this, features, shapes, starts)
     found: list[Any] = [None, *(torch.empty_like(t) if need else None for t, need in zip((locations, weights), needs[1:]))]
     if this.step is not None:
         if 0 in this.wants:
@@ -135,7 +139,7 @@ def backward(
         if this.soft:
             weights = torch.softmax(weights.flatten(3), -1, dtype=this.wide)
         found[0] = torch.empty(size, dtype=dtype, device=grad.device)
-        rows_gradient(this.segments, *tables, locations, weights, grad, found[0])
+        rows_gradient(this.segments, tables[0], tables[1], locations, weights, grad, found[0])
     del locations, weights, grad
     if found[0] is not None:
         found[0] = found[0].to(dtype)
@@ -158,7 +162,7 @@ def prepare_backward(
         step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
-    return Backward(known, tuple(copies), wants, step, segments, by_segments and op.soft and flag, wide)
+    return Backward(known, [], tuple(copies), wants, step, segments, by_segments and op.soft and flag, wide)
 
 
 def plan(

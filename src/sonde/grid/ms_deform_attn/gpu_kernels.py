@@ -55,17 +55,18 @@ class Config(NamedTuple):
 
 
 def default_config(p: Problem) -> Config:
-    """One warp; its threads have one access of four values for a gradient, else two of 16 bytes, one where queries are few.
+    """One warp; its threads have one access of four values for a gradient, else two of 16 bytes, in two levels at once.
 
-    A query's points come first, as far as they are powers of two, then queries. What decides the order of a sum does not depend
-    on the batch.
+    Where queries are few, each is a program and has four levels in flight; else several take turns in one, whose neighbours read
+    much the same. A query's points come first, as far as they are powers of two. What decides the order of a sum does not
+    depend on the batch.
     """
-    few = p.Q * p.heads <= FEW
-    block_c = block_of(max(1, p.D))
+    few, block_c = p.Q * p.heads <= FEW, block_of(max(1, p.D))
     vector = vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c)
     rows = (1 if p.gradients or few else 2) * 32 * vector // block_c
     block_p = min(power_of_2(p.P), rows, 8)
-    return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, 1 if p.gradients else 2, 1, 1)
+    block_q = max(1, min(rows // block_p, power_of_2(p.Q)))
+    return Config(block_q, block_p, 2 if p.gradients or not few else 4, 1 if few else 4, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:

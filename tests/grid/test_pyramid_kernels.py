@@ -1,0 +1,143 @@
+"""The kernels on feature pyramids: every configuration that a search may try, levels that only the device knows, slices."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import sonde
+from helpers import Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
+from sonde.jit import bench
+from sonde.jit.kernel import Tunable
+
+OPERATORS = ["grid.deformable_aggregation", "grid.ms_deform_attn"]
+WRONG = [0, 1, -1, 7, -9, 40]
+ABSURD = [*WRONG, 2**15, 2**31 - 1, -(2**31), 2**40, -(2**62), 2**63 - 1]
+
+
+def told_by_tensors(operator: Operator, target: Target, **options) -> list:
+    """Arguments of the schema, with levels that the host knows nothing of."""
+    *others, levels, flag = operator.registered(*operator.make("odd_sizes", device=target.device, **options))
+    table = torch.tensor(levels, device=target.device).view(*others[4].shape[3:-1], 3)
+    return [redzone(others[0]), table[..., :2], table[..., 2], *map(redzone, others[3:]), (), flag]
+
+
+def value_and_gradients(gpu, args, mode: bool = False) -> list:
+    with poisoned():
+        out = gpu.forward(*args)
+        return [out, *gpu.backward(redzone(cotangents([out])[0]), *args, needs=[True] * 3, deterministic=mode)]
+
+
+def expected(operator: Operator, args) -> list:
+    args = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    given = leaves(args)
+    out = operator.definition(*given)
+    return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.float()])[0].double())]
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])
+def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypatch):
+    """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
+    operator = Operator.find(path)
+    if case not in operator.cases.SMALL:
+        pytest.skip("an option of the other operator")
+    monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
+    met, bind = {}, Tunable.bind
+
+    def noted(self, problem, tensors):
+        if self.tunable(problem):
+            met.setdefault((self.name, problem), (self, [t if t is None else t.clone() for t in tensors]))
+        return bind(self, problem, tensors)
+
+    monkeypatch.setattr(Tunable, "bind", noted)
+    with sonde.jit.settings.set(sonde.jit.PickAny):
+        sonde.jit.winners.forget()  # so that this call binds
+        args = leaves(operator.make(case, device=triton_target.device))
+        out = operator.call("triton")(*args)
+        torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
+    assert {name for name, _ in met} == {path, f"{path}_gradients"}
+    for (name, problem), (kernel, tensors) in met.items():
+        configs = kernel.fitting(problem)
+        assert configs[0] == kernel.default(problem)
+        assert len(configs) > 10
+        trials = bench.Bench(kernel, problem, tensors)
+        for config in (*configs[:3], configs[len(configs) // 2], configs[-1]):
+            _, cause, error, _ = trials.trial(config, None)
+            assert cause is None, f"{name} {config}: {cause}"
+            assert error < 1e-6
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_levels_that_only_the_device_knows(path, dtype, triton_target):
+    """They give the bits of those that the host knows, strided or not."""
+    operator = Operator.find(path)
+    gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
+    shapes, starts = args[1].to(dtype), args[2].to(dtype)
+    levels = tuple(torch.cat([shapes, starts[..., None]], -1).flatten().tolist())
+    known = [args[0], None, None, *args[3:5], levels, args[6]]
+    for mode in (False, True):
+        want = value_and_gradients(gpu, known, mode)
+        assert same_bits(value_and_gradients(gpu, [args[0], shapes, starts, *args[3:]], mode), want)
+        strided = torch.stack([shapes, shapes], -1)[..., 0], torch.stack([starts, starts], -1)[..., 0]
+        assert same_bits(value_and_gradients(gpu, [args[0], *strided, *args[3:]], mode), want)
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("values", [WRONG, ABSURD], ids=["wrong", "absurd"])
+def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, triton_target):
+    """Levels that overlap, leave the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
+    operator = Operator.find(path)
+    gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
+    g = torch.Generator().manual_seed(seed)
+    for i in (1, 2):
+        bad = torch.tensor(values)[torch.randint(len(values), args[i].shape, generator=g)].to(args[i].device)
+        args[i] = torch.where(torch.rand(args[i].shape, generator=g).to(args[i].device) < 0.4, bad, args[i])
+    got, want = value_and_gradients(gpu, args), expected(operator, args)
+    if values is WRONG:  # the reference's own sums overflow where numbers are absurd
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    for a in [*got, *value_and_gradients(gpu, args, True)]:
+        assert a.isfinite().all()
+
+
+def test_numbers_that_came_past_the_checks(triton_target):
+    """A registered operator may be called with any numbers; they are masked as tensors are."""
+    for path in OPERATORS:
+        operator = Operator.find(path)
+        *others, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
+        levels = (levels[0] + 3, *levels[1:5], levels[5] + 50, *levels[6:])
+        args = [redzone(others[0]), *others[1:3], *map(redzone, others[3:]), levels, flag]
+        for mode in (False, True):
+            for a, b in zip(value_and_gradients(operator.kernels("triton"), args, mode), expected(operator, args)):
+                torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_of_an_anchor(triton_target):
+    """Few anchors of many points: their partial sums are added up in a fixed order, whatever the batch."""
+    operator = Operator.find("grid.deformable_aggregation")
+    sizes = dict(C=3, H=4, W=5, Q=1, D=150, heads=2, cams=2, L=1)
+    args = operator.make(B=2, **sizes, device=triton_target.device)
+    plan = sonde.explain(operator.call("triton"), *args)
+    assert [(k.name, k.writes) for k in plan.kernels] == [("_aggregate", ()), ("_total", ("out",))]
+    with poisoned():
+        out = operator.call("triton")(*args)
+    torch.testing.assert_close(out, operator.reference(*args), rtol=1e-5, atol=1e-6)
+    again, first = (
+        operator.call("triton")(*args),
+        operator.call("triton")(*[a[:1] if isinstance(a, torch.Tensor) else a for a in args]),
+    )
+    assert same_bits([out, out[:1]], [again, first])
+
+
+def test_deterministic_gradient_of_levels_that_overlap(triton_target):
+    """A row that two levels share has the gradients of both."""
+    operator = Operator.find("grid.ms_deform_attn")
+    args = told_by_tensors(operator, triton_target)
+    args[2] = torch.zeros_like(args[2])
+    with deterministic():
+        got = value_and_gradients(operator.kernels("triton"), args, True)
+    for a, b in zip(got, expected(operator, args)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
