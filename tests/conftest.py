@@ -20,9 +20,9 @@ from helpers import OPERATORS, Operator, Target, improve_interpreter
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     improve_interpreter()
 if find_spec("triton"):
-    from sonde.grid import _gpu_form
+    from sonde.grid import _gpu_layout
 
-    _gpu_form.FEW = 200  # taps: so that some of the small cases read planes where they lie and others convert them
+    _gpu_layout.FEW = 200  # numbers: so that some of the small cases read planes where they lie and others convert them
 
 try:
     from hypothesis import HealthCheck, settings

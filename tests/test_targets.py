@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4, octaves=10)
 ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
 DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
-FEW = 1000  # taps; the real case converts its images, the others read planes
+FEW = 1000  # numbers tapped; the real case converts its images, the others read planes
 CASES = [(REAL, "float32"), (REAL, "bfloat16"), (ODD, "float32"), (DEEP, "float16")]
 # pyramids of so many cameras or heads and levels as models have, and so few anchors that their samples are cut into slices
 PYRAMID = dict(B=1, C=32, H=16, W=24, Q=3, D=50, heads=8, cams=6, L=4)
@@ -96,13 +96,13 @@ def main(name: str) -> None:
         from triton.runtime import driver
 
         from helpers import OPERATORS, Operator, floats
-        from sonde.grid import _gpu_form
+        from sonde.grid import _gpu_layout
         from sonde.jit.workers import CompileOnly
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
         seen = watch(triton.JITFunction)
-        _gpu_form.FEW = FEW
+        _gpu_layout.FEW = FEW
         for path in OPERATORS:
             operator = Operator.find(path)
             gpu = operator.kernels("triton")

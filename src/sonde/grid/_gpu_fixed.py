@@ -32,7 +32,8 @@ def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
     double = wide == torch.float64
     out = torch.zeros(images + 1, dtype=BITS[double], device=x.device)
     group, last = B // max(1, images), x.stride(1) == 1 and C > 1
-    constants = (last, tl.float64 if double else tl.float32, tl.int64 if double else tl.int32, BLOCK)
+    dense = x.stride()[1:] in ((P, 1), (1, C))
+    constants = (last, dense, tl.float64 if double else tl.float32, tl.int64 if double else tl.int32, BLOCK)
     sizes = (C, P, images, group, *x.stride())
     launch(_largest, (x, out), (B * cdiv(C * P, BLOCK), 1, 1), sizes, constants, 8)
     return out
@@ -119,6 +120,7 @@ def _largest(
     X_C,
     X_P,
     LAST: tl.constexpr,  # channels are neighbours
+    DENSE: tl.constexpr,  # nothing lies between the numbers of an image
     ACC: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,10 +129,10 @@ def _largest(
     blocks = tl.cdiv(N, BLOCK)
     b = tl.program_id(0) // blocks
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    c, p = i // P, i % P
-    if LAST:
-        c, p = i % C, i // C
-    size = tl.abs(tl.load(x + b.to(tl.int64) * X_B + c * X_C + p * X_P, mask=i < N, other=0).to(ACC))
+    at = i
+    if not DENSE:
+        at = i % C * X_C + i // C * X_P if LAST else i // P * X_C + i % P * X_P
+    size = tl.abs(tl.load(x + b.to(tl.int64) * X_B + at, mask=i < N, other=0).to(ACC))
     finite = size < float("inf")
     most = tl.max(tl.where(finite, size, 0).to(BITS, bitcast=True), 0)
     tl.atomic_max(largest + b // GROUP, most, sem="relaxed")

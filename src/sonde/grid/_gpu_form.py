@@ -24,10 +24,9 @@ from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
-from ._gpu_layout import empty_pixels, pixel_stride, to_pixels, to_planes, transpose
+from ._gpu_layout import empty_pixels, few, pixel_stride, to_pixels, to_planes, transpose
 from ._reference import accumulator
 
-FEW = 1 << 14  # taps of an image up to which planes are read where they lie: to convert them would take longer
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 OPERANDS = ("images", "samples", "coef", "rows", "depths")
 Layout = Literal["pixels", "planes", "padded"]  # channels next to each other; apart; next to each other in a copy of ours
@@ -65,7 +64,7 @@ def derivatives(
     """The derivatives of T by what `wants` names, each laid out and rounded as that operand, or in `dtype` if it is None."""
     T = [images, samples, coef, rows, depths]
     kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in T]
-    key = (wants, octaves, dtype, deterministic, FEW, FORCE_INT64, images.get_device(), jit.state(), *kinds)
+    key = (wants, octaves, dtype, deterministic, FORCE_INT64, images.get_device(), jit.state(), *kinds)
     found = _passes.get(key)
     if found is None:
         found = remember(_passes, key, prepare(wants, T, octaves, dtype, deterministic))
@@ -82,8 +81,8 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     wide = accumulator(*T)
     by_segments = deterministic and "images" in wants
 
-    few = max(FEW, C * H * W // 16) >= Q * D * C  # whatever the batch: another layout may add in another order
-    layout: Layout = "planes" if few else "padded"
+    where_they_lie = few(Q * D, C) or 16 * Q * D <= H * W  # whatever the batch: another layout may add in another order
+    layout: Layout = "planes" if where_they_lie else "padded"
     d_layout: Layout = "padded" if by_segments else layout
     if images.permute(0, 2, 3, 1).is_contiguous():
         layout = d_layout = "pixels"

@@ -17,6 +17,13 @@ from .. import jit
 from ..op.gpu import Launch, cdiv
 from ._gpu_fixed import value
 
+FEW = 1 << 17
+
+
+def few(taps: int, C: int) -> bool:
+    """Whether planes are read where they lie: to convert them would take longer."""
+    return taps * C <= FEW
+
 
 def pixel_stride(C: int, itemsize: int) -> int:
     """Channels from one pixel to the next in an image that we lay out ourselves.

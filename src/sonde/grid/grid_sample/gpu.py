@@ -15,7 +15,7 @@ from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
-from .._gpu_layout import empty_pixels, pixel_stride, to_pixels, to_planes, transpose
+from .._gpu_layout import empty_pixels, few, pixel_stride, to_pixels, to_planes, transpose
 from .._reference import accumulator, joint_batch
 from .gpu_kernels import gradients, problem, sample, units
 
@@ -73,7 +73,7 @@ def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     """Decide; operands may have no values."""
     shape, layout = (joint_batch(input, grid), input.shape[1], *grid.shape[1:-1]), memory_format(input, True)
     of_out = torch.empty(shape, memory_format=layout, device="meta").flatten(2).stride()
-    through = _through(input) and 16 * prod(grid.shape[1:-1]) >= prod(input.shape[2:])
+    through = _through(input, grid) and 16 * prod(grid.shape[1:-1]) >= prod(input.shape[2:])
     of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     what = problem(
         input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, of_out, of_input, int64=FORCE_INT64
@@ -105,7 +105,7 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     zeros = options[0] == "nearest" and needs[1]
     wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and zeros))
     fixed = strict and "input" in wants
-    through = "input" in wants and _through(input)
+    through = "input" in wants and _through(input, grid)
     step, of_input, of_gradient = None, None, None
     marks: tuple[jit.Step, ...] = ()
     if "grid" in wants:
@@ -126,8 +126,8 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     return Backward(*copies, wants, through, step, marks, grid.shape[0] != B, zeros, wide)
 
 
-def _through(input: Tensor) -> bool:
-    return input.is_contiguous() and input.shape[1] >= 16
+def _through(input: Tensor, grid: Tensor) -> bool:
+    return input.is_contiguous() and input.shape[1] >= 16 and not few(prod(grid.shape[1:-1]), input.shape[1])
 
 
 def _fixed(fixed: bool, wide: torch.dtype) -> tuple[int | None, int | None]:
