@@ -144,7 +144,7 @@ def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
 def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:
     """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
     P, all_threads = points.shape[1], 8 * torch.get_num_threads()
-    block = min(FEW_BLOCK if _few(input, mode) else BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+    block = FEW_BLOCK if _few(input, mode) else min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
     return B * -(-P // block), block
 
 
