@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 import threading
 import timeit
@@ -373,6 +375,17 @@ def test_two_threads_do_not_search_at_once(searched, plain, monkeypatch):
     second.join()
     assert found == [128, 128]
     assert len(searched) == 1
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_one_rank_tunes_and_the_others_wait(tmp_path):
+    command = [sys.executable, str(Path(__file__).with_name("rank.py"))]
+    options = dict(stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    ranks = [subprocess.Popen([*command, str(i), "3", str(tmp_path / "meet")], **options) for i in range(3)]
+    told = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    assert told[0] == told[1] == told[2]
+    assert [block for block, _ in told[0]] == [64] * 3
+    assert sum(len(searches) for _, searches in told[0]) == 1
 
 
 def test_nothing_is_searched_during_capture(searched, monkeypatch):
