@@ -11,7 +11,7 @@ This file decides what a pass does; its kernels are in ``_gpu_form_kernels``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
-from ._gpu_layout import empty_pixels, few, pixel_stride, to_pixels, to_planes, transpose
+from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose
 from ._reference import accumulator
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
@@ -51,7 +51,9 @@ class Pass(NamedTuple):
     steps: tuple[jit.Step, ...]
     segments: bool  # the images' gradient comes last, in a fixed order of additions
     unread: bool  # nothing reads the depths, whose gradient is asked for
-    finish: Callable[[Tensor, torch.dtype], Tensor] | None  # makes the result of the buffer that the images' gradient is summed in
+    turn: jit.Step | None  # makes pixels of the images
+    back: jit.Step | None  # makes planes of the pixels that their gradient is summed in
+    rounds: bool  # their gradient is summed in another dtype
 
 
 _passes: dict[tuple, Pass] = {}
@@ -108,18 +110,23 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     for want in wants:
         i = OPERANDS.index(want)
         results.append(Result(want, i, T[i] is not None, shapes[i], dtype if T[i] is None else T[i].dtype))  # type: ignore
-    finish: Callable | None = None
-    if "images" in wants and (d_layout == "padded" or images.dtype != wide):
-        finish = to_planes if d_layout == "padded" else Tensor.to
-    return Pass(problem, tuple(copies), layout, d_layout, tuple(results), tuple(steps), by_segments, unread, finish)  # type: ignore[arg-type]
+    turn = into_pixels(images.shape, images.dtype) if layout == "padded" else None
+    summed = "images" in wants
+    back = into_planes(images.shape, wide, images.dtype) if summed and d_layout == "padded" else None
+    rounds = summed and back is None and images.dtype != wide
+    return Pass(
+        problem, tuple(copies), layout, d_layout, tuple(results), tuple(steps), by_segments, unread, turn, back, rounds
+    )  # fmt: skip
 
 
 def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     images = T[0]
     for i in this.copies:
         T[i] = T[i].contiguous()
-    if this.layout == "padded":
-        T[0] = to_pixels(T[0])
+    if this.turn is not None:
+        pixels = images.new_empty(pixels_room(images.shape, images.dtype))
+        this.turn((T[0], pixels))
+        T[0] = pixels
     T += [None] * 5  # room for the derivatives
     for name, i, like, shape, dtype in this.results:
         if name == "images":
@@ -133,16 +140,23 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     if this.segments:
         T[0] = None  # read no more: make room
         images_gradient(this.problem, *T[1:6])
-    if this.finish:
-        T[:5] = [None] * 5  # copies of other operands, too
-        T[5] = this.finish(T[5], images.dtype)
+    if this.back is not None or this.rounds:
+        T[:5] = [None] * 5  # read no more, copies too
+    if this.back is not None:
+        planes = images.new_empty(images.shape)
+        this.back((T[5], planes))
+        T[5] = planes
+    elif this.rounds:
+        T[5] = T[5].to(images.dtype)
     return [T[5 + result.position] for result in this.results]
 
 
 def _gradient(this: Pass, images: Tensor) -> Tensor:
     """Room for the gradient of the images; segments will write every element, atomics add."""
     if this.d_layout == "padded":
-        return empty_pixels(images.shape, this.problem.wide, images.device, zero=not this.segments)
+        if this.segments:
+            return empty_pixels(images.shape, this.problem.wide, images.device)
+        return images.new_zeros(pixels_room(images.shape, this.problem.wide), dtype=this.problem.wide)
     make = torch.empty_like if this.segments else torch.zeros_like
     return make(images, dtype=this.problem.wide, memory_format=memory_format(images, True))
 
@@ -159,7 +173,7 @@ def plan(
     pixels = this.problem.B * this.problem.H * this.problem.W
     room = sum(sizes[i] for i in this.copies)
     gradient = 0  # the buffer that the gradient of the images is summed in, if it is not the result itself
-    if this.finish:
+    if this.back is not None or this.rounds:
         gradient = pixels * (this.problem.d_stride if this.d_layout == "padded" else this.problem.C) * wide.itemsize
 
     def kernel(name: str, writes: Sequence[str], promise: Determinism, workspace: int, *chosen: Any) -> Kernel:

@@ -6,6 +6,7 @@ Images are ``[B, C, H, W]`` here, whatever their strides. *Pixels* are images wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -35,32 +36,30 @@ def pixel_stride(C: int, itemsize: int) -> int:
     return (lines if lines <= 1.13 * size else sectors) // itemsize
 
 
-def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
+def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Pixels, padded to the stride above."""
     B, C, H, W = shape
     stride = pixel_stride(C, dtype.itemsize)
-    room = (torch.zeros if zero else torch.empty)(B * H * W * stride, dtype=dtype, device=device)
+    room = torch.empty(B * H * W * stride, dtype=dtype, device=device)
     return room.as_strided(shape, (H * W * stride, 1, W * stride, stride))
 
 
-def to_pixels(images: Tensor) -> Tensor:
-    """A padded copy of planes."""
-    B, C, H, W = images.shape
-    out = empty_pixels((B, C, H, W), images.dtype, images.device)
-    stride = pixel_stride(C, images.element_size())
-    transpose(Transpose(B, C, H * W, H * W, stride, images.dtype, images.dtype), images, out, None, None)
-    return out
+def pixels_room(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """How many numbers padded pixels of images or volumes of this shape are."""
+    return shape[0] * prod(shape[2:]) * pixel_stride(shape[1], dtype.itemsize)
 
 
-def to_planes(
-    pixels: Tensor, dtype: torch.dtype, low: Tensor | None = None, largest: Tensor | None = None, digits: int = 0
-) -> Tensor:
-    """A contiguous copy of padded pixels in another dtype; with `largest`, of sums in fixed point."""
-    B, C, H, W = pixels.shape
-    out = torch.empty(B, C, H, W, dtype=dtype, device=pixels.device)
-    stride = pixel_stride(C, pixels.element_size())
-    transpose(Transpose(B, H * W, C, stride, H * W, pixels.dtype, dtype, digits), pixels, out, low, largest)
-    return out
+def into_pixels(shape: Sequence[int], dtype: torch.dtype) -> jit.Step:
+    """Copies planes into padded pixels; takes both."""
+    B, C, P = shape[0], shape[1], prod(shape[2:])
+    return jit.Step(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [0, 1, None, None])
+
+
+def into_planes(shape: Sequence[int], source: torch.dtype, dtype: torch.dtype, fixed: bool = False, digits: int = 0) -> jit.Step:
+    """And back, in another dtype; for sums in fixed point takes their second half, if any, and the sizes of their images, too."""
+    B, C, P = shape[0], shape[1], prod(shape[2:])
+    problem = Transpose(B, P, C, pixel_stride(C, source.itemsize), P, source, dtype, digits)
+    return jit.Step(transpose, problem, [0, 1, 2, 3] if fixed else [0, 1, None, None])
 
 
 class Transpose(NamedTuple):

@@ -15,7 +15,7 @@ from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
-from .._gpu_layout import empty_pixels, few, pixel_stride, to_pixels, to_planes, transpose
+from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose
 from .._reference import accumulator, joint_batch
 from .gpu_kernels import gradients, problem, sample, units
 
@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     """What a forward pass over operands of one kind does, decided once; the call and the plan both go by it."""
 
     copy_grid: bool
-    through: bool  # by way of pixels: vectors instead of single numbers are worth a transpose
+    turn: jit.Step | None  # by way of pixels: vectors instead of single numbers are worth a transpose
     shape: tuple[int, ...]
     layout: torch.memory_format
     step: jit.Step
@@ -39,7 +39,8 @@ class Backward(NamedTuple):
     copy_grid: bool
     copy_grad: bool
     wants: tuple[str, ...]  # of the kernel that has both gradients
-    through: bool
+    turn: jit.Step | None
+    back: jit.Step | None  # from the pixels that the gradient of the input is summed in
     step: jit.Step | None
     marks: tuple[jit.Step, ...]  # of sums in fixed point, so that their order does not matter
     repeated: bool  # a grid that serves many inputs has the sum of their gradients
@@ -64,7 +65,7 @@ def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_cor
     key = (options, FORCE_INT64, input.get_device(), jit.state(), _kind(input), _kind(grid))
     this = _remembered(key, prepare_forward, input, grid, options)
     out = torch.empty(this.shape, dtype=input.dtype, device=input.device, memory_format=this.layout)
-    source = to_pixels(input.flatten(2, -2)) if this.through else input
+    source = input if this.turn is None else _pixels(this.turn, input)
     this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
     return out
 
@@ -78,7 +79,15 @@ def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     what = problem(
         input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, of_out, of_input, int64=FORCE_INT64
     )
-    return Forward(not _collapses(grid), through, shape, layout, jit.Step(sample, what, [0, 1, 2]))
+    turn = into_pixels(input.shape, input.dtype) if through else None
+    return Forward(not _collapses(grid), turn, shape, layout, jit.Step(sample, what, [0, 1, 2]))
+
+
+def _pixels(turn: jit.Step, input: Tensor) -> Tensor:
+    """The memory of its pixels; kernels know how they lie."""
+    pixels = input.new_empty(pixels_room(input.shape, input.dtype))
+    turn((input, pixels))
+    return pixels
 
 
 def backward(
@@ -122,8 +131,12 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
         if fixed:
             mark = problem(*known, None, of_gradient, False, FORCE_INT64, MARK)
             marks = tuple(jit.Step(gradients, what, [0, None, 2, 3, None, None, 6]) for what in (mark, mark._replace(stage=TELL)))
+    turn = back = None
+    if through:
+        turn = into_pixels(input.shape, input.dtype) if "grid" in wants else None
+        back = into_planes(input.shape, torch.int64 if fixed else wide, input.dtype, fixed, units(what) if fixed else 0)
     copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
-    return Backward(*copies, wants, through, step, marks, grid.shape[0] != B, zeros, wide)
+    return Backward(*copies, wants, turn, back, step, marks, grid.shape[0] != B, zeros, wide)
 
 
 def _through(input: Tensor, grid: Tensor) -> bool:
@@ -143,8 +156,8 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
     assert this.step is not None
     source, d_input, d_grid, low, most = input, None, None, None, None
     if "grid" in this.wants:
-        if this.through:
-            source = to_pixels(input.flatten(2, -2))
+        if this.turn is not None:
+            source = _pixels(this.turn, input)
         if this.repeated:
             shape = this.step.problem.B, *grid.shape[1:]
             d_grid = torch.empty(shape, dtype=this.wide, device=grid.device)
@@ -171,8 +184,8 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
 def _sums(this: Backward, input: Tensor) -> Tensor:
     """Zeros to add to."""
     dtype = torch.int64 if this.marks else this.wide
-    if this.through:
-        return empty_pixels(_tall(input.shape), dtype, input.device, zero=True)
+    if this.back is not None:
+        return input.new_zeros(pixels_room(input.shape, dtype), dtype=dtype)
     return torch.zeros_like(input, dtype=dtype, memory_format=_summed_in(input))
 
 
@@ -183,11 +196,13 @@ def _summed_in(input: Tensor) -> torch.memory_format:
 
 def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, most: Tensor | None) -> Tensor:
     """The gradient of the input, laid out and rounded as that is."""
-    digits = units(this.step.problem) if this.step else 0
-    if this.through:
-        return to_planes(sums, input.dtype, low, most, digits).view(input.shape)
+    if this.back is not None:
+        planes = input.new_empty(input.shape)
+        this.back((sums, planes, low, most))
+        return planes
     if not _finishes(this, input):
         return sums
+    digits = units(this.step.problem) if this.step else 0
     return finish(sums, low, most, digits, torch.empty_like(input, memory_format=memory_format(input, True)))
 
 
@@ -205,7 +220,7 @@ def plan(
     copy = grid.numel() * grid.element_size() if this.copy_grid else 0
     chosen = this.step.chosen([input, grid, input], input.device)
     same, room, found = Determinism.BATCH_INVARIANT, copy, []
-    if this.through:
+    if this.turn is not None:
         room += input.numel() // input.shape[1] * pixel_stride(input.shape[1], input.element_size()) * input.element_size()
         found.append(Kernel(transpose.title, (), wide, same, room, "forward"))
     found.append(Kernel(sample.title, ("out",), wide, same, room, "forward", *chosen))
@@ -226,7 +241,7 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
 
     if this.step is not None:
         room, after = (copy + x for x in _both_bytes(this, input, grid))
-        if this.through and "grid" in this.wants:
+        if this.turn is not None:
             add(transpose.title, (), same, room)
         if fixed:
             add("_largest", (), same, room)
@@ -239,7 +254,7 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
             add(gradients.title, (), Determinism.RUN_TO_RUN, room, *step.chosen(dtypes, input.device))
         if this.repeated and "grid" in this.wants:
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
-        if this.through:
+        if this.back is not None:
             add(transpose.title, (), same, after)
         elif "input" in this.wants and _finishes(this, input):
             add("_finish", (), same, after)
@@ -254,13 +269,13 @@ def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
     pixels, room, wide = input.numel() // max(1, C), 0, this.wide.itemsize
     if "grid" in this.wants and this.repeated:
         room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * wide
-    if "input" not in this.wants or (not this.through and not _finishes(this, input)):
+    if "input" not in this.wants or (this.back is None and not _finishes(this, input)):
         return room, room
     each = 8 if this.marks else wide
-    buffer = pixels * (pixel_stride(C, each) if this.through else C) * each
+    buffer = pixels * (pixel_stride(C, each) if this.back is not None else C) * each
     if this.marks:
         buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
-    copy = pixels * pixel_stride(C, itemsize) * itemsize if this.through and "grid" in this.wants else 0
+    copy = pixels * pixel_stride(C, itemsize) * itemsize if this.turn is not None else 0
     return max(0, room + buffer + copy - result), room + buffer
 
 
