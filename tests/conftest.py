@@ -46,11 +46,21 @@ OF_TORCH = {
 
 
 # operators that share their passes with others, or take longest there: what is their own
-SHARING = {"grid.deformable_aggregation", "grid.grid_sample", "grid.ms_deform_attn", "grid.sample_dot"}
+SHARING = {
+    "grid.deformable_aggregation", "grid.grid_sample", "grid.ms_deform_attn", "grid.sample_dot",
+    "points.knn", "points.radius_neighbors", "points.knn_aggregate", "points.radius_aggregate",
+}  # fmt: skip
+# and these do so whoever runs them: one search under several names
+ONE_SEARCH = {"points.knn", "points.radius_neighbors"}
+OF_EACH = {"test_gradcheck", "test_compiles_once_for_all_sizes"}
 THEIR_OWN = {
     "test_deterministic_mode_repeats_its_bits", "test_modes_without_gradients",
     "test_names_and_writes", "test_only_the_needed_gradients", "test_workspace_is_what_is_allocated",
 }  # fmt: skip
+
+
+# of the points' own tests, what is interpreted by default: each is seconds there
+CLOUDS = {"test_200_clouds", "test_is_the_textbook_form", "test_ragged_batches_are_loops", "test_single_neighbour_pulls_at_nothing"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,6 +78,16 @@ def pytest_collection_modifyitems(items):
             others = operator in SHARING and name not in THEIR_OWN
             if others or (name in OF_TORCH and operator != "grid.sample_sum"):
                 item.add_marker(pytest.mark.slow)
+        interpreted = "points" in item.path.parts and "triton" in (given.get("target"), given.get("impl"))
+        brief = given.get("tens", 0) > 0 or (name == "test_ragged_batches_are_loops" and given.get("algorithm") == "by default")
+        if interpreted and (name not in CLOUDS or brief):
+            item.add_marker(pytest.mark.slow)
+        if given.get("path") in ONE_SEARCH and (given.get("target") == "triton" or given.get("dtype") != torch.float32):
+            item.add_marker(pytest.mark.slow)
+        if operator == "points.radius_aggregate" and name in OF_TORCH - OF_EACH:  # knn_aggregate stands for both
+            item.add_marker(pytest.mark.slow)
+        if operator in ONE_SEARCH and name not in THEIR_OWN | OF_EACH:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):

@@ -18,6 +18,7 @@ from sonde.cli.operators import OPERATORS
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(B=2, C=4, H=6, W=7, Q=12, D=3, heads=2, octaves=2)
+CLOUD = dict(M=12, N=20, F=8, k=3, radius=1.2)
 CPU = torch.device("cpu")
 
 
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 def tiny(monkeypatch):
     """Every operator has one case, small enough to be measured in a test; timings are short."""
     for operator in OPERATORS.values():
-        monkeypatch.setattr(operator.cases, "BENCH", {"tiny": TINY, "smaller": TINY | dict(Q=5)})
+        sizes, queries = (CLOUD, "M") if operator.family == "points" else (TINY, "Q")
+        monkeypatch.setattr(operator.cases, "BENCH", {"tiny": sizes, "smaller": sizes | {queries: 5}})
     monkeypatch.setattr(protocol, "SECONDS", 0.0)
     monkeypatch.setattr(protocol, "_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(protocol, "_host", lambda *a: {p: {"above": 1.0} for p in ("forward", "forward_backward")})
@@ -195,9 +197,24 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
         assert r["environment"]["sonde"] == __version__
         assert "commit" in r["environment"]
         more = {"grid_sample": 4, "deformable_aggregation": 32, "ms_deform_attn": 16}  # no octaves; but cameras, levels, heads
+        more |= {"knn_aggregate": 4, "radius_aggregate": 4 / 3 * 64}  # half a batch; of how many neighbours is a guess
         channels = more.get(r["operator"], 8)
         assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
-        options = {"num_octaves", "mode", "padding_mode", "align_corners", "spatial_shapes", "level_starts", "outside", "logits"}
+        options = {
+            "k",
+            "sigma",
+            "radius",
+            "index",
+            "batch",
+            "num_octaves",
+            "mode",
+            "padding_mode",
+            "align_corners",
+            "spatial_shapes",
+            "level_starts",
+            "outside",
+            "logits",
+        }
         assert set(r["figures"]["sonde"]["errors"]) == {"out", *OPERATORS[r["operator"]].arguments} - options
         for phase in ("forward", "forward_backward"):
             for name in ("sonde", "eager"):
@@ -259,7 +276,7 @@ def test_nan_is_wrong():
 def test_reference_in_slices_is_the_reference(name, monkeypatch):
     """The check sums the images' gradient over slices of the queries; any slicing gives the same."""
     operator = OPERATORS[name]
-    args = operator.cases.make(**TINY, dtype=torch.float64)
+    args = operator.cases.make(**(CLOUD if operator.family == "points" else TINY), dtype=torch.float64)
     out = operator.reference(*args)
     cotangent = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = check.forward_backward(operator.reference, check.leaves(args), cotangent)

@@ -41,6 +41,7 @@ from helpers import (
     tuple_of,
     value_and_grads,
 )
+from sonde.jit import Unsupported
 from sonde.op.plan import Determinism
 
 try:
@@ -91,7 +92,8 @@ def test_values_and_gradients(path, case, dtype, target):
     some = [False, True] if dtype == torch.float32 or not target.interpreted else [case == "odd_sizes"]
     for mode in some[:1] if brief else some:
         with deterministic(mode), poisoned():
-            assert_agrees(operator, target, args, "deterministic" if mode else "default")
+            vanishing = case in getattr(operator.cases, "VANISHING", ())
+            assert_agrees(operator, target, args, "deterministic" if mode else "default", slack=vanishing)
     assert same_bits([args[i] for i in tensors(args)], [before[i] for i in tensors(args)]), "an input was changed"
 
 
@@ -169,7 +171,8 @@ def test_only_the_needed_gradients(operator, target, monkeypatch):
         out = tuple_of(operator.call(target)(*given))
         found = torch.autograd.grad(out, [given[wanted[k]] for k in chosen], cotangents(out))
         assert [phase for phase, _ in calls] == ["forward", "backward"]
-        assert list(calls[-1][1]["needs"]) == [k in chosen for k in range(len(wanted))]
+        needs = list(calls[-1][1]["needs"])
+        assert needs == [k in chosen for k in range(len(needs))]
         for k, g in zip(chosen, found):
             torch.testing.assert_close(g, want[k], rtol=1e-9, atol=1e-11)
         plan = sonde.explain(operator.call(target), *given)
@@ -188,8 +191,11 @@ def test_saves_nothing_but_its_inputs(operator, target):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = tuple_of(operator.call(target)(*args))
     allowed = {t.untyped_storage().data_ptr() for t in [*out, *args] if isinstance(t, Tensor)}
+    extra = {t.untyped_storage().data_ptr(): t for t in kept if t.untyped_storage().data_ptr() not in allowed}
+    results = [a.name for a in operator.op.backward_op._schema.arguments if a.name.startswith("result")]
     assert kept
-    assert all(t.untyped_storage().data_ptr() in allowed for t in kept)
+    assert len(extra) <= len(results) + operator.lists  # what the operator says it saves; and where there are neighbours
+    assert all(t.shape[:2] == out[0].shape[:2] for t in extra.values())
 
 
 def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch):
@@ -280,7 +286,8 @@ def test_channels_last_images_are_never_copied(operator, target, phase, monkeypa
 
 def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
     """The wide form of every kernel gives the bits of the narrow one."""
-    modules = [m for m in (import_module("sonde.grid._gpu_form"), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
+    files = ("sonde.grid._gpu_form", "sonde.points._gpu_passes")
+    modules = [m for m in (*map(import_module, files), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
     for case, dtype in (("odd_sizes", torch.float32), ("hostile", torch.bfloat16)):
         args = operator.make(case, dtype=dtype, device=triton_target.device)
         with deterministic():
@@ -324,23 +331,18 @@ def test_storage_beyond_32_bits(operator, target, layout):
 def test_registration(operator, target, grad):
     """Schema, fake, autograd and dynamic tracing of both registered operators are consistent."""
     args = [a.clone() if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
-    outs = tuple_of(operator.call(target)(*args))
     given = leaves(args) if grad else args
     torch.library.opcheck(operator.op.forward_op, (*operator.registered(*given), target.impl, True))
-    grads = [g.requires_grad_(grad) for g in cotangents(outs)]
     needed = [[True] * len(floats(args)), [i == 0 for i in range(len(floats(args)))]]
     for needs in needed[:1] if target.interpreted and grad else needed[-1:] if target.interpreted else needed:
-        torch.library.opcheck(operator.op.backward_op, (*grads, *operator.registered(*given), needs, target.impl, True))
+        torch.library.opcheck(operator.op.backward_op, operator.backward_arguments(given, target.impl, needs, grad))
 
 
 def test_registration_with_channels_last(operator, target):
     """Fake and real strides agree for channels-last inputs too."""
     args = [restride(a, "channels_last") if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
     torch.library.opcheck(operator.op.forward_op, (*operator.registered(*leaves(args)), target.impl, True))
-    grads = cotangents(tuple_of(operator.call(target)(*args)))
-    torch.library.opcheck(
-        operator.op.backward_op, (*grads, *operator.registered(*args), [True] * len(floats(args)), target.impl, True)
-    )
+    torch.library.opcheck(operator.op.backward_op, operator.backward_arguments(args, target.impl))
 
 
 def compare_compiled(compiled, fn, args):
@@ -433,7 +435,7 @@ def test_traced_calls_check_shapes_too(operator):
         args = [torch.empty(a.shape) if isinstance(a, Tensor) else a for a in tiny(operator)]
         shape = operator.reference(*args).shape
         args = operator.registered(*args)
-        assert operator.op.forward_op(*args, "triton", False).shape == shape
+        assert tuple_of(operator.op.forward_op(*args, "triton", False))[0].shape == shape
         for i in tensors(args):
             with pytest.raises((ValueError, TypeError), match=operator.name):
                 operator.op.forward_op(*replaced(args, [i], [torch.empty(1)]), "triton", False)
@@ -544,7 +546,7 @@ def test_forward_mode_is_never_silently_zero(operator, target):
     which = floats(args)[0]
     tangent = cotangents([args[which]], seed=5)[0]
     want = torch.func.jvp(lambda x: operator.reference(*replaced(args, [which], [x])), (args[which],), (tangent,))[1]
-    raw = lambda x: operator.op.forward_op(*operator.registered(*replaced(args, [which], [x])), target.impl, False)
+    raw = lambda x: tuple_of(operator.op.forward_op(*operator.registered(*replaced(args, [which], [x])), target.impl, False))[0]
 
     def dual():
         with torch.autograd.forward_ad.dual_level():
@@ -698,7 +700,8 @@ if given is not None:
         """Sizes around those of the first SMALL case, zeros among them, any dtypes, any layouts."""
         sizes = next(iter(operator.cases.SMALL.values()))
         most = {k: 2 * v + 1 if k == "C" else min(v, 2) if k in "BQD" and target.interpreted else v for k, v in sizes.items()}
-        made = {k: draw(st.integers(0, v), label=k) for k, v in most.items() if isinstance(v, int)}
+        least = getattr(operator.cases, "LEAST", {})
+        made = {k: draw(st.integers(least.get(k, 0), v), label=k) for k, v in most.items() if isinstance(v, int)}
         dtype = draw(st.sampled_from(DTYPES))
         layout = draw(st.sampled_from(["uniform", "hostile", "lines"]))
         args = list(operator.make(**made, dtype=dtype, layout=layout, seed=draw(st.integers(0, 9))))
@@ -738,7 +741,7 @@ if given is not None:
         before = [a.detach().clone() if isinstance(a, Tensor) and a.device.type != "meta" else a for a in args]
         out = attempt(operator, args, impl)
         if isinstance(out, Exception):
-            assert type(out) in (ValueError, TypeError)
+            assert type(out) in (ValueError, TypeError, Unsupported)
             assert operator.name in str(out)
         else:
             assert all(isinstance(o, Tensor) for o in tuple_of(out))
@@ -929,12 +932,17 @@ def test_peak_memory(operator):
     before = torch.cuda.memory_allocated()
     out, grads = run()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= 1.2 * (out.nbytes + sum(g.nbytes for g in grads)) + args[0].nbytes
+    if operator.lists:  # sorted copies and lists of neighbours, but nothing for each pair of a query and a point
+        assert peak <= args[0].shape[-2] * args[1].shape[-2] / 8
+    else:
+        assert peak <= 1.2 * (out.nbytes + sum(g.nbytes for g in grads)) + args[0].nbytes
 
 
 @pytest.mark.gpu
 def test_atomics_differ_from_run_to_run(operator):
     """The negative control: where the plan promises nothing, runs do differ, so the determinism tests can fail."""
+    if not operator.atomic:
+        pytest.skip("it has none")
     args = operator.make(B=2, C=64, H=16, W=16, Q=4096, D=16, heads=4, octaves=0, layout="one_pixel", device="cuda")
     plan = sonde.explain(operator.call("triton"), *leaves(args))
     assert plan.determinism is Determinism.NONE

@@ -21,3 +21,16 @@ def test_example(example, compiled, capsys):
     (values, _), exact = (map(float, found) for found in re.findall(r": values (\S+), gradients (\S+)", said))
     assert values < 1e-5
     assert max(exact) < 1e-12
+
+
+@pytest.mark.parametrize("how", [[], ["--radius", "0.6"]], ids=["nearest", "radius"])
+def test_knn_projector(how, capsys):
+    """The tutorial's model trains, eagerly and as one graph, and agrees with a search in plain PyTorch."""
+    small = ["--points", "300", "--side", "4", "--repeats", "1", "--steps", "3", "--device", "cpu", "--backend", "eager"]
+    import_module("knn_projector").main([*small, *how])
+    said = capsys.readouterr().out
+    assert all(float(off) < 1e-4 for off in re.findall(r": (\S+) off plain PyTorch", said))
+    table = re.findall(r"^  (.+?)  +([\d.]+) +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
+    assert [name for name, *_ in table] == ["plain PyTorch", "sonde", "sonde, one graph by eager"]
+    assert len({loss for *_, loss in table}) == 1
+    assert "another machine, an A100" in said

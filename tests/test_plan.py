@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731 (short functions read better on one line)
 
+import gc
 import sys
 import threading
 
@@ -73,8 +74,8 @@ def test_determinism_that_is_claimed(operator, target):
     assert all(k.determinism is not Determinism.NONE for k in forward)
     by_images = [k for k in default.kernels if k.phase == "backward" and operator.arguments[0] in k.writes]
     if by_images:
-        assert all((k.determinism is Determinism.NONE) == (target.impl == "triton") for k in by_images)
-    assert (default.determinism is Determinism.NONE) == (target.impl == "triton")
+        assert all((k.determinism is Determinism.NONE) == (target.impl == "triton" and operator.atomic) for k in by_images)
+    assert (default.determinism is Determinism.NONE) == (target.impl == "triton" and operator.atomic)
 
 
 def test_launches_nothing(operator, target, monkeypatch):
@@ -95,7 +96,7 @@ def test_accumulator(operator, target, dtype):
     args = leaves(made(operator, target, dtype=dtype))
     plan = sonde.explain(operator.call(target), *args)
     assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
-    if len(floats(args)) < 3:
+    if len(floats(args)) < 3 or operator.lists:
         return  # no factors of its own: its sums are judged in its own tests
     inside = made(operator, target, dtype=dtype, octaves=0, layout="one_pixel")
     big = [torch.full_like(a, 1.0) if i == 0 else a for i, a in enumerate(inside)]
@@ -122,9 +123,9 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
     with deterministic(mode):
         plan = sonde.explain(operator.call(target), *args)
         out = operator.call(target)(*args)
-        grads = torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
-    for phase, launched, results in zip(("forward", "backward"), found, ([out], grads), strict=True):
-        used = launched.peak - sum(t.nbytes for t in results)
+        torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
+    for phase, launched in zip(("forward", "backward"), found, strict=True):
+        used = launched.peak - launched.returned
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
         assert used <= 1.05 * claimed + 8192, f"{phase} takes {used}, the plan says {claimed}"
         if target.impl == "triton":  # what Numba's kernels take for themselves is not seen here
@@ -135,11 +136,14 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):
     """The allocator's own peak agrees with the plan."""
+    if operator.lists and not operator.name.endswith("aggregate"):
+        pytest.skip("its lists are made one tensor of here, which takes more")
     args = leaves(operator.cases.make(**{**operator.cases.BENCH[bench_case(operator)], "B": 4}, device="cuda"))
     measured = []
 
     def peak(function):
         function()
+        gc.collect()  # what a test before has left
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -151,12 +155,25 @@ def test_workspace_on_the_device(operator, mode):
         plan = sonde.explain(operator.call("triton"), *args)
         (out,) = peak(lambda: [operator.call("triton")(*args)])
         ct = cotangents([out])
+        measured[0] -= kept_for_backward(out, args)  # results too
         peak(lambda: torch.autograd.grad(out, [args[i] for i in floats(args)], ct, retain_graph=True))
     for phase, used in zip(("forward", "backward"), measured):
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
         slack = 2**21  # the allocator hands out a block that is up to 1 MiB too large rather than split it
         assert used <= 1.05 * claimed + slack, f"{phase} takes {used}, the plan says {claimed}"
-        assert claimed <= 1.5 * used + slack, f"{phase} takes {used}, the plan says {claimed}"
+        if not operator.lists:  # where an index is built, it is not all there yet when that takes most
+            assert claimed <= 1.5 * used + slack, f"{phase} takes {used}, the plan says {claimed}"
+
+
+def kept_for_backward(out: Tensor, args) -> int:
+    """Bytes of what the graph of `out` saves beside that and the arguments."""
+    given, kept = {t.untyped_storage().data_ptr() for t in (out, *args) if isinstance(t, Tensor)}, {}
+    nodes = [out.grad_fn]
+    for node in nodes:
+        nodes += [next for next, _ in node.next_functions if next is not None and next not in nodes]
+        saved = [t.untyped_storage() for t in getattr(node, "saved_tensors", ()) if isinstance(t, Tensor)]
+        kept |= {s.data_ptr(): s.nbytes() for s in saved if s.data_ptr() not in given}
+    return sum(kept.values())
 
 
 def test_fake_tensors(operator):
@@ -170,7 +187,7 @@ def test_fake_tensors(operator):
 
     found = plan() if HAS_GPU else in_child(plan)  # a torch without CUDA aborts when autograd asks it for a stream
     assert found.impl == "triton"
-    assert found.determinism is Determinism.NONE
+    assert (found.determinism is Determinism.NONE) == operator.atomic
     assert found == sonde.explain(operator.call("triton"), *leaves(made(operator, Target("triton"))))
 
 
@@ -312,7 +329,8 @@ def test_what_ran_is_what_was_planned(operator, how, size, mode):
     seen = sorted(
         (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
     )
-    planned = [k.name for k in plan.kernels if not k.name.startswith("torch.")]
+    names = [k.name.rpartition(": ")[2] for k in plan.kernels]  # of several operators' plans each says whose it is
+    planned = [name for name in names if not name.startswith("torch.")]
     assert [e.name for e in seen if e.name in our_kernels()] == planned
 
 

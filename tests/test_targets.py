@@ -12,6 +12,7 @@ import sys
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ PYRAMIDS = {
     "deformable_aggregation": [(PYRAMID, "float32"), (dict(PYRAMID, outside="zeros"), "bfloat16")],
     "ms_deform_attn": [(dict(PYRAMID, D=4, Q=2000), "float32"), (dict(PYRAMID, D=4, logits=True), "bfloat16")],
 }
+# dimensions, neighbours, features, their dtype, that of coordinates, whether the batch is ragged
+CLOUDS = [
+    (3, 7, 25, "float32", "float32", False),
+    (2, 64, 150, "bfloat16", "float32", True),
+    (3, 16, 3, "float64", "float64", False),
+]
 FEWER = [
     "cuda-89",
     "cuda-100",
@@ -103,7 +110,11 @@ def main(name: str) -> None:
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
         seen = watch(triton.JITFunction)
         _gpu_layout.FEW = FEW
+        for cloud in CLOUDS[: 1 if name in FEWER else None]:
+            search(*cloud)
         for path in OPERATORS:
+            if path.startswith("points."):
+                continue
             operator = Operator.find(path)
             gpu = operator.kernels("triton")
             more = [*getattr(operator.cases, "TARGETS", ()), *PYRAMIDS.get(operator.name, ())]
@@ -118,6 +129,30 @@ def main(name: str) -> None:
         jitted = {v for m in modules for v in vars(m).values() if isinstance(v, triton.JITFunction)}
         expected = sorted(k.__name__ for k in jitted if k.__name__.startswith("_"))  # what kernels call has no underscore
         print(json.dumps(dict(expected=expected, kernels=[resources(*kernel, folder) for kernel in seen])))
+
+
+def search(D: int, k: int, F: int, dtype: str, coords: str, ragged: bool) -> None:
+    """Every operator on points, by boxes of three levels."""
+    import torch
+
+    from sonde.points import _gpu_index
+
+    N, width = 140_000, torch.empty(1, dtype=getattr(torch, coords))
+    queries, points = (torch.empty(1, n, D, dtype=getattr(torch, coords)) for n in (50, N))
+    offsets = [torch.tensor([0, 20, n]) if ragged else None for n in (50, N)]
+    index = (*_gpu_index.build(points, offsets[1]), *_gpu_index.build(queries, offsets[0]))
+    features = torch.empty(1, N, F, dtype=getattr(torch, dtype))
+    for operator, args, graded in (
+        ("knn", (queries, points, *index, *offsets, k), 0),
+        ("radius_neighbors", (queries, points, *index, *offsets, 0.5, k), 0),
+        ("radius_search", (queries, points, *index, *offsets, 0.5), 2),
+        ("knn_aggregate", (queries, points, features, *index, *offsets, width, 0.0, k), 0),
+        ("radius_aggregate", (queries, points, features, *index, *offsets, width, 0.0, 0.5), 0),
+    ):
+        gpu = import_module(f"sonde.points.{operator}.gpu")
+        out = gpu.forward(*args)
+        saved = {"knn_aggregate": out[1:], "radius_aggregate": out[1:], "radius_search": out}.get(operator, out[:2])
+        gpu.backward(out[graded], *args, *saved, needs=[True] * (4 if "aggregate" in operator else 2), deterministic=False)
 
 
 def told_by_tensors(args: tuple) -> tuple:

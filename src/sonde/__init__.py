@@ -3,15 +3,22 @@
 from . import nn
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn, sample_dot, sample_sum
 from .op.plan import explain
+from .points import PointIndex, knn, knn_aggregate, radius_aggregate, radius_neighbors, radius_search
 
 __version__ = "0.1.0"
 __all__ = [
+    "PointIndex",
     "deformable_aggregation",
     "explain",
     "feature_maps_format",
     "grid_sample",
+    "knn",
+    "knn_aggregate",
     "ms_deform_attn",
     "nn",
+    "radius_aggregate",
+    "radius_neighbors",
+    "radius_search",
     "sample_dot",
     "sample_sum",
 ]

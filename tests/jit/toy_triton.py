@@ -11,6 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sonde.jit import Launch
+
 
 class Problem(NamedTuple):
     n: int
@@ -23,14 +25,6 @@ class Config(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     does: str = "compile"
-
-
-class Launch(NamedTuple):
-    grid: tuple[int, int, int]
-    sizes: tuple
-    constants: tuple
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -67,8 +61,8 @@ class Scale:
         return Launch(grid, (problem.n,), (problem.factor, tl.float32, config.block), config.num_warps, config.num_stages)
 
     def run(self, problem, config, tensors):
-        grid, sizes, constants, num_warps, num_stages = self.launch(problem, config)
-        self.function[grid](*tensors, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+        launch = self.launch(problem, config)
+        self.function[launch.grid](*tensors, *launch.sizes, *launch.constants, **launch.options)
 
     def expected(self, problem, *tensors):
         return {2: tensors[0].double() * problem.factor}

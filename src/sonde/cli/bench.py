@@ -125,6 +125,11 @@ def show(records: list[dict]) -> None:
     phases = [phase for phase in ("forward", "forward_backward") if any(phase in r["figures"]["sonde"] for r in good)]
     for phase in phases:
         _phase(good, phase)
+    for record in good:
+        if record.get("apart"):
+            parts = record["apart"].items()
+            figures = ", ".join(f"{name} {' / '.join(number(ms) for ms in ms_of.values())} ms" for name, ms_of in parts)
+            print(f"{record['operator']} {record['case']}, index apart: {figures}")
     hosts = {r["operator"]: r["host_us"] for r in good if "host_us" in r}
     for name, cost in hosts.items():
         forward, both = (cost[phase]["above"] for phase in ("forward", "forward_backward"))

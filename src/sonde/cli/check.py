@@ -40,7 +40,8 @@ class Truth:
             exact["samples"] = _pixel_exact(exact["samples"], exact["images"])
         if "grid" in exact and exact["grid"].dtype == torch.float32 and self.dtype != torch.float64:
             exact["grid"] = _pixel_exact(exact["grid"], exact["input"], exact["align_corners"])
-        self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
+        with operator.exactly(args[0].dtype):
+            self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
         self.tolerances = dict.fromkeys(["out", *self.names], FIXED.get(self.dtype, 0.0))
         if self.dtype not in FIXED:
             rounded = _definition(operator, args, cotangent, torch.float32, taps)

@@ -1,7 +1,7 @@
 """Run every operator on a real workload here: how exact, how fast and how lean it is next to eager PyTorch.
 
 Takes less than a minute on two CPU cores, where each workload is scaled down: epipolar attention as pixelSplat does it, images at
-random places for grid_sample, SparseDrive's detection head, the decoder of Deformable-DETR.
+random places for grid_sample, SparseDrive's detection head, the decoder of Deformable-DETR, a cloud of points on a grid.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import argparse
 
 from .console import dump, table, writable
 
-CASES = ("pixelsplat_infer", "random_64", "sparsedrive_det", "ddetr_dec")  # of each operator, the first that it has
+CASES = ("pixelsplat_infer", "random_64", "sparsedrive_det", "ddetr_dec", "tutorial")  # of each operator, the first that it has
 ON_CPU = {
     "pixelsplat_infer": dict(B=1, Q=1024),
     "random_64": dict(B=1),
     "sparsedrive_det": dict(Q=100, levels=((32, 88), (16, 44))),
+    "tutorial": dict(M=1000, N=5000),
     "ddetr_dec": dict(levels=((50, 84), (25, 42), (13, 21))),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -32,16 +33,24 @@ class Operator:
     def function(self) -> Callable:
         """The public one; what it takes by keyword only comes by position here too, as the cases have it."""
         function = getattr(self.module(), self.name)
-        options = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
+        known = inspect.signature(function).parameters.values()
+        options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
         if not options:
             return function
-        n = len(options)
-        return lambda *args, impl: function(*args[:-n], **dict(zip(options, args[-n:])), impl=impl)
+        plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
+        return lambda *args, impl: function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)
 
     @property
     def reference(self) -> Callable:
+        if self.family == "points":  # where the definition returns more than the function
+            function = self.function
+            return lambda *args: function(*args, impl="reference")
         definition = getattr(self.module(".reference"), self.name)
         return lambda *args: definition(*self.registered(args))
+
+    def exactly(self, dtype) -> AbstractContextManager:
+        """In which a truth of wide numbers is that of arguments in `dtype`: the same neighbours, if the operator has any."""
+        return getattr(self.cases, "exactly", lambda dtype: nullcontext())(dtype)
 
     def registered(self, args: Sequence) -> tuple:
         """The arguments of the schema, where the public function's are not the same."""
@@ -63,5 +72,7 @@ _ALL = (
     Operator("grid_sample", "grid", queries=dict(grid=1), result=2),
     Operator("deformable_aggregation", "grid", queries=dict(locations=1, weights=1), result=1),
     Operator("ms_deform_attn", "grid", queries=dict(locations=1, weights=1), result=1),
+    Operator("knn_aggregate", "points", queries=dict(queries=0), result=0),
+    Operator("radius_aggregate", "points", queries=dict(queries=0), result=0),
 )
 OPERATORS = {operator.name: operator for operator in _ALL}

@@ -96,6 +96,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
             figures[name][phase] = {"call_ms": ms}
             if device.type == "cuda":
                 figures[name][phase] |= timing.graph_ms(calls[name], SECONDS, flush)
+    apart = _apart(job, args)
     deterministic = _deterministic_ms(phases) if device.type == "cuda" and job.backward else None
 
     begin(f"{job}: weighing")
@@ -120,6 +121,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
         figures=figures,
         speedup=None if verdict.wrong else _speedups(figures),
         deterministic_ms=deterministic,
+        apart=apart,
     )
     begin(f"{job}: floor and host cost")
     if extras:
@@ -148,6 +150,19 @@ def _deterministic_ms(phases: Mapping) -> float:
         return timing.graph_ms(phases["forward_backward"]["sonde"], SECONDS)["graph_ms"]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _apart(job: Job, args: Sequence) -> dict[str, dict] | None:
+    """Times of an operator's parts, where it has some: the index of points, and the search with it."""
+    parts = getattr(job.operator.cases, "apart", None)
+    if parts is None or choose(job.operator.name, job.impl, args[0]) == "reference":
+        return None
+    with torch.no_grad():
+        calls = parts(job.operator.function, args, job.impl)
+        found = {name: {"call_ms": ms} for name, ms in timing.call_ms(calls, job.device, SECONDS).items()}
+        if job.device.type == "cuda":
+            found = {name: figures | timing.graph_ms(calls[name], SECONDS) for name, figures in found.items()}
+    return found
 
 
 def _speedups(figures: Mapping) -> dict:

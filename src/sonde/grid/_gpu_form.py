@@ -24,7 +24,7 @@ from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
-from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose
+from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 from ._reference import accumulator
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
@@ -124,9 +124,7 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     for i in this.copies:
         T[i] = T[i].contiguous()
     if this.turn is not None:
-        pixels = images.new_empty(pixels_room(images.shape, images.dtype))
-        this.turn((T[0], pixels))
-        T[0] = pixels
+        T[0] = turned(this.turn, T[0])
     T += [None] * 5  # room for the derivatives
     for name, i, like, shape, dtype in this.results:
         if name == "images":

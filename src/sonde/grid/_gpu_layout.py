@@ -55,6 +55,13 @@ def into_pixels(shape: Sequence[int], dtype: torch.dtype) -> jit.Step:
     return jit.Step(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [0, 1, None, None])
 
 
+def turned(step: jit.Step, images: Tensor) -> Tensor:
+    """The memory of their pixels; kernels know how they lie."""
+    pixels = images.new_empty(pixels_room(images.shape, images.dtype))
+    step((images, pixels))
+    return pixels
+
+
 def into_planes(shape: Sequence[int], source: torch.dtype, dtype: torch.dtype, fixed: bool = False, digits: int = 0) -> jit.Step:
     """And back, in another dtype; for sums in fixed point takes their second half, if any, and the sizes of their images, too."""
     B, C, P = shape[0], shape[1], prod(shape[2:])

@@ -139,8 +139,7 @@ def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple
     start, cause = time.monotonic(), None
     try:
         launch = kernel.launch(problem, config)
-        options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
-        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **options)
+        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **launch.options)
     except Exception as error:
         cause = describe(error)
     return time.monotonic() - start, cause

@@ -24,15 +24,15 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
     Of the arguments, only dtypes, alignment and constants choose the machine code, so they are the key. The first tensor is
     there. A bound launch costs a third of what ``kernel[grid]`` does.
     """
-    grid, sizes, constants, num_warps, num_stages = launch
+    grid, sizes, constants, *how = launch
     if not (grid[0] and grid[1] and grid[2]):
         return lambda *tensors: None
-    options = dict(num_warps=num_warps, num_stages=num_stages)
+    options = launch.options
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         return lambda *tensors: kernel[grid](*tensors, *sizes, *constants, **options)
     device = tensors[0].get_device()  # type: ignore[union-attr]
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    key = (kernel, device, num_warps, num_stages, constants, max(sizes, default=0) >> 31, *kinds)
+    key = (kernel, device, *how, constants, max(sizes, default=0) >> 31, *kinds)
     found = _compiled.get(key)
     if found is None:
         name = f"{kernel.__module__}.{kernel.__name__} {driver.active.get_current_target().arch} {[str(part) for part in key[2:]]}"

@@ -36,6 +36,7 @@ def operator(
     differentiable: Sequence[str],
     channels_last: Sequence[str] = (),
     unbatched: Sequence[str] = (),
+    folds: bool = True,
     saved: Sequence[int] = (),
     no_grad: Sequence[int] = (),
 ) -> Callable:
@@ -55,6 +56,7 @@ def operator(
         differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
         channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
         unbatched: Tensors without a batch dimension, the same for all rows of the others'.
+        folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
         saved: Positions of the results that the backward pass wants to see.
         no_grad: Positions of the results that have no gradient.
 
@@ -130,6 +132,8 @@ def operator(
         for i in alone:
             if in_dims[first + i] is not None:
                 raise ValueError(f"{name}: {names[i]} must be the same for all rows of a batch; torch.vmap must not map it")
+        if not folds:
+            return _loop(info, in_dims, args, function)
         return _fold(info, in_dims, args, function, {first + i for i in alone})
 
     class Forward(torch.autograd.Function):
@@ -379,3 +383,12 @@ def _fold(info, in_dims, args, function, alone):
     out = function(*[folded(i, x, dim) for i, (x, dim) in enumerate(zip(args, in_dims))])
     parts = tuple(x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in _tuple(out))
     return (parts, (0,) * len(parts)) if isinstance(out, (tuple, list)) else (parts[0], 0)
+
+
+def _loop(info, in_dims, args, function):
+    rows = [[x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)] for i in range(info.batch_size)]
+    found = [function(*row) for row in rows]
+    if not isinstance(found[0], (tuple, list)):
+        return torch.stack(found), 0
+    parts = tuple(map(torch.stack, zip(*found)))
+    return parts, (0,) * len(parts)

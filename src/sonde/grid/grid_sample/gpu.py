@@ -15,7 +15,7 @@ from ...op.cache import remember
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
-from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose
+from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 from .._reference import accumulator, joint_batch
 from .gpu_kernels import gradients, problem, sample, units
 
@@ -65,7 +65,7 @@ def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_cor
     key = (options, FORCE_INT64, input.get_device(), jit.state(), _kind(input), _kind(grid))
     this = _remembered(key, prepare_forward, input, grid, options)
     out = torch.empty(this.shape, dtype=input.dtype, device=input.device, memory_format=this.layout)
-    source = input if this.turn is None else _pixels(this.turn, input)
+    source = input if this.turn is None else turned(this.turn, input)
     this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
     return out
 
@@ -81,13 +81,6 @@ def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     )
     turn = into_pixels(input.shape, input.dtype) if through else None
     return Forward(not _collapses(grid), turn, shape, layout, jit.Step(sample, what, [0, 1, 2]))
-
-
-def _pixels(turn: jit.Step, input: Tensor) -> Tensor:
-    """The memory of its pixels; kernels know how they lie."""
-    pixels = input.new_empty(pixels_room(input.shape, input.dtype))
-    turn((input, pixels))
-    return pixels
 
 
 def backward(
@@ -157,7 +150,7 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
     source, d_input, d_grid, low, most = input, None, None, None, None
     if "grid" in this.wants:
         if this.turn is not None:
-            source = _pixels(this.turn, input)
+            source = turned(this.turn, input)
         if this.repeated:
             shape = this.step.problem.B, *grid.shape[1:]
             d_grid = torch.empty(shape, dtype=this.wide, device=grid.device)

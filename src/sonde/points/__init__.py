@@ -1,0 +1,20 @@
+"""Operators that read point clouds: find neighbours, weigh, reduce, without a matrix of distances."""
+
+from .knn import Neighbors, knn
+from .knn_aggregate import knn_aggregate
+from .point_index import PointIndex
+from .radius_aggregate import radius_aggregate
+from .radius_neighbors import NeighborsWithin, radius_neighbors
+from .radius_search import Ball, radius_search
+
+__all__ = [
+    "Ball",
+    "Neighbors",
+    "NeighborsWithin",
+    "PointIndex",
+    "knn",
+    "knn_aggregate",
+    "radius_aggregate",
+    "radius_neighbors",
+    "radius_search",
+]

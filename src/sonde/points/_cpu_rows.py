@@ -1,0 +1,35 @@
+"""Rows of features on CPUs: one dtype, one layout, products of two of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..op.cpu import part
+from ..op.lanes import LANES, fma, load, spread, total
+
+
+def dense(x: Tensor, wide: torch.dtype) -> Tensor:
+    """Kernels see one dtype and one layout only, and so compile once for each dtype."""
+    x = x.detach()
+    return x if x.dtype == wide and x.is_contiguous() else torch.empty(x.shape, dtype=wide).copy_(x)
+
+
+def copied(x: Tensor, wide: torch.dtype) -> int:
+    """Bytes of what `dense` makes."""
+    return 0 if x.dtype == wide and x.is_contiguous() else x.numel() * wide.itemsize
+
+
+def widths(sigma: Tensor | None, width: float, B: int, wide: torch.dtype) -> np.ndarray:
+    """σ of every row of the batch."""
+    return (torch.full((B,), width, dtype=wide) if sigma is None else dense(sigma, wide)).numpy()
+
+
+@part
+def dot(x, i, y, j, F):
+    """x_i · y_j: the same bits wherever it is asked for."""
+    v = spread(x.dtype.type(0))
+    for c in range(0, F, LANES):
+        v = fma(load(x, i, c, F), load(y, j, c, F), v)
+    return total(v)

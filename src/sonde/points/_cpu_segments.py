@@ -1,0 +1,134 @@
+"""What lists of neighbours give back to points, on CPUs: the lists turned around, summed in one order on any number of threads.
+
+A point that very many list is summed in pieces, which are added at the end: no thread is left alone with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..op.cpu import jit, part, run
+from ..op.lanes import LANES, fma, load, spread, store_some
+
+PIECE = 4096  # entries
+
+
+class Lists(NamedTuple):
+    """Who lists a point: entries ``where[starts[j] : starts[j + 1]]``, ascending; cut into pieces."""
+
+    where: np.ndarray  # [entries] which of them
+    rows: np.ndarray  # [entries] and whose
+    pieces: np.ndarray  # [pieces, 3] point, from, to
+    firsts: np.ndarray  # [B*N + 1] the pieces of every point
+
+
+def lists(indices: np.ndarray, entries: np.ndarray, B: int, M: int, N: int) -> Lists:
+    starts, where, rows = np.zeros(B * N + 1, np.int64), np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+    firsts = np.empty(B * N + 1, np.int64)
+    turn(0, B * M, M, N, indices, entries, starts, where, rows, firsts)
+    pieces = np.empty((firsts[-1], 3), np.int64)
+    cut(0, B * N, starts, firsts, pieces)
+    return Lists(where, rows, pieces, firsts)
+
+
+def sums(of: Lists, slopes: Tensor, queries: Tensor, points: Tensor, weights: Tensor | None, grad: Tensor, coordinates: bool):
+    """∂p_j = −Σ slope·(q_i − p_j) ``[B·N, 3]`` and ∂f_j = Σ weight·grad_i ``[B·N, F]``, over the entries that list j."""
+    F, pieces, rows = grad.shape[1], len(of.pieces), len(of.firsts) - 1
+    wide = slopes.dtype if weights is None else weights.dtype
+    parts = torch.zeros(pieces if coordinates else 0, 3, dtype=slopes.dtype)
+    features = torch.zeros(pieces if weights is not None else 0, F, dtype=wide)
+    by = torch.empty(0, dtype=wide) if weights is None else weights
+    given = [x.numpy() for x in (slopes, queries, points, by, grad, parts, features)]
+    run(gather, pieces, *of[:3], *given, grain=256)
+    if pieces == rows:
+        return parts, features
+    found = [torch.zeros(rows if len(x) else 0, x.shape[1], dtype=x.dtype) for x in (parts, features)]
+    for x, total in zip((parts, features), found):
+        run(add, len(total), of.firsts, x.numpy(), total.numpy(), grain=1024)
+    return tuple(found)
+
+
+@jit
+def turn(start, stop, M, N, indices, entries, starts, where, rows, firsts):
+    """Counting sort of the entries by their point; one thread, since it is a pass over integers."""
+    for i in range(start, stop):
+        for e in range(entries[i], entries[i + 1]):
+            if indices[e] >= 0:
+                starts[i // M * N + indices[e] + 1] += 1
+    count = 0
+    for j in range(starts.shape[0] - 1):
+        firsts[j] = count
+        count += max(1, -(-starts[j + 1] // PIECE))
+        starts[j + 1] += starts[j]
+    firsts[starts.shape[0] - 1] = count
+    for i in range(start, stop):
+        for e in range(entries[i], entries[i + 1]):
+            if indices[e] >= 0:
+                j = i // M * N + indices[e]
+                where[starts[j]], rows[starts[j]] = e, i
+                starts[j] += 1
+
+
+@jit
+def cut(start, stop, ends, firsts, pieces):
+    """Of every point at least one piece; `ends` is where the entries of each end."""
+    for j in range(start, stop):
+        low = ends[j - 1] if j else 0
+        for n in range(firsts[j], firsts[j + 1]):
+            pieces[n, 0], pieces[n, 1], pieces[n, 2] = j, low, min(low + PIECE, ends[j])
+            low += PIECE
+
+
+@jit
+def gather(
+    start,
+    stop,
+    where,  # [entries]
+    rows,  # [entries]
+    pieces,  # [pieces, 3]
+    slopes,  # [entries]
+    queries,  # [B*M, 3]
+    points,  # [B*N, 3]
+    weights,  # [entries]
+    grad,  # [B*M, F]
+    parts,  # [pieces, 3]; empty where not wanted
+    features,  # [pieces, F]; the same
+):
+    """Pieces `start` to `stop`."""
+    F = grad.shape[1]
+    for n in range(start, stop):
+        j, low, high = pieces[n, 0], pieces[n, 1], pieces[n, 2]
+        if parts.size:
+            a, b, c = parts.dtype.type(0), parts.dtype.type(0), parts.dtype.type(0)
+            for at in range(low, high):
+                i, slope = rows[at], slopes[where[at]]
+                if slope != 0:
+                    a -= slope * (queries[i, 0] - points[j, 0])
+                    b -= slope * (queries[i, 1] - points[j, 1])
+                    c -= slope * (queries[i, 2] - points[j, 2])
+            parts[n, 0], parts[n, 1], parts[n, 2] = a, b, c
+        if features.size:
+            add_rows(n, low, high, F, where, rows, weights, grad, features)
+
+
+@part
+def add_rows(n, low, high, F, where, rows, weights, grad, features):
+    zero = spread(features.dtype.type(0))
+    for c in range(0, F, LANES):
+        v = zero
+        for at in range(low, high):
+            v = fma(weights[where[at]], load(grad, rows[at], c, F), v)
+        store_some(v, features, n, c, F)
+
+
+@jit
+def add(start, stop, firsts, parts, found):
+    """Sum the pieces of points `start` to `stop`."""
+    for j in range(start, stop):
+        for n in range(firsts[j], firsts[j + 1]):
+            for c in range(parts.shape[1]):
+                found[j, c] += parts[n, c]

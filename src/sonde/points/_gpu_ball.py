@@ -1,0 +1,320 @@
+"""Softmax over all points within a radius: the value, and its gradients by rows and by columns, without atomics.
+
+A program has a tile of rows, and the other side comes by one at a time, in the order of the walk: sums have a fixed order. For
+the value and the gradients of queries, rows are queries and points come by; for those of points and features, the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import jit
+from ..op.gpu import accumulator, cdiv, power_of_2
+from ._gpu_index import LEAF
+from ._gpu_search import lowest, meet, near_points, next_leaf, number, query_tile, root
+
+
+class Problem(NamedTuple):
+    """What a launch computes, apart from how; M rows, N of what comes by."""
+
+    B: int
+    M: int
+    N: int
+    S: int  # segments of a ragged batch
+    nodes: int  # boxes of what comes by; 0 to look at everything
+    D: int
+    F: int
+    radius: tuple[int, int]  # r², in two integers
+    width: tuple[int, int]  # σ, where it is no tensor
+    coords: torch.dtype
+    wide: torch.dtype
+    int64: bool
+    columns: bool = False  # rows are points
+    coordinates: bool = False  # have gradients
+    features: bool = False  # have gradients
+
+
+@dataclass(frozen=True)
+class Config:
+    block_q: int  # rows of a program
+    num_warps: int
+
+
+MOST_F = 128  # features that one program sums
+
+
+def block_of(p: Problem) -> int:
+    return min(MOST_F, power_of_2(max(1, p.F)))
+
+
+def default_config(p: Problem) -> Config:
+    """One warp, whose threads have a few of a tile's 32 points each, and a few of its features."""
+    if p.coordinates or p.features or p.wide == torch.float64:
+        return Config(2, 1)
+    rows = 4 if p.S else 8  # a ragged batch takes a few registers more
+    return Config(rows * 64 // max(64, block_of(p)), 1)
+
+
+def candidate_configs(p: Problem) -> list[Config]:
+    return list(dict.fromkeys([default_config(p), *(Config(q, w) for q in (8, 4, 2, 16) for w in (1, 2))]))
+
+
+def fits(p: Problem, config: Config) -> bool:
+    return config.block_q * block_of(p) * p.wide.itemsize <= 8192 * config.num_warps
+
+
+def launch(p: Problem, config: Config) -> jit.Launch:
+    tiles, block_f = cdiv(p.M, config.block_q), block_of(p)
+    sizes = (p.M, p.N, p.S, p.F, p.nodes, tiles, *p.radius, *p.width)
+    constants = (p.D, block_f, accumulator(p.wide), tl.int64 if p.int64 else tl.int32, config.block_q)
+    return jit.Launch((p.B * tiles, max(1, cdiv(p.F, block_f)), 1), sizes, constants, config.num_warps, fp_fusion=False)
+
+
+def launch_gradients(p: Problem, config: Config) -> jit.Launch:
+    plain = launch(p, config)
+    constants = (*plain.constants, block_of(p) >= p.F, p.columns, p.coordinates, p.features)
+    return plain._replace(grid=(plain.grid[0], plain.grid[1] if p.features else 1, 1), constants=constants)
+
+
+SIZES = ["M", "N", "S", "F", "NODES", "TILES", "R_HIGH", "R_LOW", "W_HIGH", "W_LOW"]
+
+
+@triton.jit
+def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
+    """1/σ"""
+    if sigma is not None:
+        rate = 1.0 / tl.load(sigma + b).to(ACC)
+    else:
+        rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
+    return rate
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _ball(
+    queries,  # [B, M, D], in the order of qorder
+    qorder,  # [B, M]; None if it is their own
+    points,  # [B, N, D], in the order of order
+    order,  # [B, N]; None if it is their own
+    boxes,  # [B, NODES, 2, D]; None to look at every point
+    query_offsets,  # [S + 1], of a ragged batch
+    point_offsets,
+    features,  # [B, N, F]
+    sigma,  # [B]; None if it is a number
+    out,  # [B, M, F]
+    lse,  # [B, M]
+    M,
+    N,
+    S,
+    F,
+    NODES,
+    TILES,
+    R_HIGH,
+    R_LOW,
+    W_HIGH,
+    W_LOW,
+    D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    RAGGED: tl.constexpr = query_offsets is not None
+    b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    points += b * N * D
+    if boxes is not None:
+        boxes += b * NODES * (2 * D)
+    if order is not None:
+        order += b * N
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    features += b * N * F + f
+    rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
+    bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+
+    most = tl.full([BLOCK_Q], float("-inf"), ACC)
+    total = tl.zeros([BLOCK_Q], ACC)
+    acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+    zero = tl.program_id(0) * 0
+    leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
+    while found >= 0:
+        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
+            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
+        )
+        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        while bits != 0:
+            j = found * LEAF + lowest(bits)
+            bits = bits & (bits - 1)
+            _dx, _dy, _dz, d2, i = meet(points, order, j, x, y, z, D)
+            value = tl.load(features + i.to(OFFSET) * F, mask=f < F, other=0).to(ACC)
+            here = (d2 <= bound) & (d2 < float("inf"))
+            if RAGGED:
+                here = here & (j >= begin) & (j < end)
+            s = tl.where(here, -(root(d2).to(ACC) * rate), float("-inf"))
+            more = tl.maximum(most, s)
+            shift = tl.where(more > float("-inf"), more, 0.0)
+            less = tl.exp(most - shift)
+            w = tl.exp(s - shift)
+            total = tl.fma(total, less, w)
+            kept = acc * less[None, :]
+            added = tl.fma(w[None, :].broadcast_to(acc.shape), value[:, None].broadcast_to(acc.shape), kept)
+            acc = tl.where(here[None, :], added, kept)
+            most = more
+
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[None, :]
+    to = out + (b * M + row)[None, :] * F + f[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
+    level = tl.where(some, most + tl.log(tl.where(some, total, 1.0)), float("inf"))
+    tl.store(lse + b * M + row, level, mask=in_q & (tl.program_id(1) == 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _ball_gradients(
+    queries,  # [B, M, D], rows: queries, or points if COLUMNS
+    qorder,  # [B, M]
+    points,  # [B, N, D], what comes by
+    order,  # [B, N]
+    boxes,  # [B, NODES, 2, D]
+    query_offsets,  # [S + 1]
+    point_offsets,
+    values,  # [B, M, F], of rows: ∂L/∂out, or features if COLUMNS
+    others,  # [B, N, F], of what comes by: the other
+    sigma,  # [B]
+    lse,  # of queries
+    delta,  # of queries: Δ, which rows write and columns read
+    d_rows,  # [B, M, D], of the rows' coordinates
+    d_sigma,  # [B, M]
+    d_values,  # [B, M, F], of the features
+    M,
+    N,
+    S,
+    F,
+    NODES,
+    TILES,
+    R_HIGH,
+    R_LOW,
+    W_HIGH,
+    W_LOW,
+    D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    WHOLE: tl.constexpr,  # one block has all features
+    COLUMNS: tl.constexpr,
+    COORDINATES: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    RAGGED: tl.constexpr = query_offsets is not None
+    b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    points += b * N * D
+    if boxes is not None:
+        boxes += b * NODES * (2 * D)
+    if order is not None:
+        order += b * N
+    f = tl.arange(0, BLOCK_F)
+    if FEATURES:
+        f += tl.program_id(1) * BLOCK_F
+    others += b * N * F
+    mine = values + (b * M + row)[None, :] * F
+    rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
+    bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+    if COLUMNS:
+        lse += b * N
+        delta += b * N
+    else:
+        level = tl.load(lse + b * M + row, mask=in_q, other=float("inf"))
+    if COORDINATES and WHOLE:
+        value = tl.load(mine + f[:, None], mask=in_q[None, :] & (f < F)[:, None], other=0).to(ACC)
+
+    none = tl.zeros([BLOCK_Q], ACC)
+    gx, gy, gz, moment = none, none, none, none  # Σ w (a − Δ) (x − y)/d, and Σ w (a − Δ) log w
+    # rows learn Δ on the way: they keep means of a, (x − y)/d and log w so far, and sum what differs from them
+    weight, mean, ux0, uy0, uz0, log0 = none, none, none, none, none, none
+    acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+    zero = tl.program_id(0) * 0
+    leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
+    while found >= 0:
+        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
+            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
+        )
+        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        while bits != 0:
+            j = found * LEAF + lowest(bits)
+            bits = bits & (bits - 1)
+            dx, dy, dz, d2, i = meet(points, order, j, x, y, z, D)
+            here = (d2 <= bound) & (d2 < float("inf"))
+            if RAGGED:
+                here = here & (j >= begin) & (j < end)
+            theirs = others + i.to(OFFSET) * F
+            if COLUMNS:
+                level = tl.load(lse + i)
+            if FEATURES or WHOLE:
+                other = tl.load(theirs + f, mask=f < F, other=0).to(ACC)
+            d = root(tl.where(here, d2, 0.0)).to(ACC)
+            log = tl.where(here, -(d * rate) - level, 0.0)
+            w = tl.where(here, tl.exp(log), 0.0)
+            if FEATURES:
+                share = w[None, :].broadcast_to(acc.shape)
+                acc = tl.where(here[None, :], tl.fma(share, other[:, None].broadcast_to(acc.shape), acc), acc)
+            if COORDINATES:
+                if WHOLE:
+                    a = tl.sum(value * other[:, None], 0)
+                else:
+                    a = tl.zeros([BLOCK_Q], ACC)
+                    for f0 in range(0, F, BLOCK_F):
+                        c = f0 + tl.arange(0, BLOCK_F)
+                        part = tl.load(theirs + c, mask=c < F, other=0).to(ACC)
+                        a += tl.sum(
+                            tl.load(mine + c[:, None], mask=in_q[None, :] & (c < F)[:, None], other=0).to(ACC) * part[:, None], 0
+                        )
+                apart = here & (d > 0)
+                over = 1.0 / tl.where(apart, d, 1.0)
+                ux = tl.where(apart, over * dx.to(ACC), 0.0)
+                uy = tl.where(apart, over * dy.to(ACC), 0.0)
+                uz = tl.where(apart, over * dz.to(ACC), 0.0)
+                if COLUMNS:
+                    a = tl.where(here & (w < 1), w * (a - tl.load(delta + i)), 0.0)  # a weight of 1 leaves nothing to change
+                else:
+                    a = tl.where(here, a - mean, 0.0)
+                    weight += w
+                    part = w / tl.where(weight > 0, weight, 1.0)
+                    mean = mean + part * a
+                    ux0, uy0, uz0 = ux0 + part * (ux - ux0), uy0 + part * (uy - uy0), uz0 + part * (uz - uz0)
+                    log0 = log0 + part * (log - log0)
+                    a = w * a
+                    ux, uy, uz = ux - ux0, uy - uy0, uz - uz0
+                    moment += a * (log - log0)
+                gx, gy, gz = gx + a * ux, gy + a * uy, gz + a * uz
+
+    if COORDINATES:
+        if delta is not None and not COLUMNS:
+            tl.store(delta + b * M + row, mean, mask=in_q)
+        if d_sigma is not None:
+            tl.store(d_sigma + b * M + row, -rate * moment, mask=in_q)
+        if d_rows is not None:
+            to = d_rows + (b * M + row) * D
+            tl.store(to, (-rate * gx).to(d_rows.dtype.element_ty), mask=in_q)
+            if D > 1:
+                tl.store(to + 1, (-rate * gy).to(d_rows.dtype.element_ty), mask=in_q)
+            if D > 2:
+                tl.store(to + 2, (-rate * gz).to(d_rows.dtype.element_ty), mask=in_q)
+    if FEATURES:
+        to = d_values + (b * M + row)[None, :] * F + f[:, None]
+        tl.store(to, acc.to(d_values.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
+
+
+ball = jit.kernel(
+    _ball, "points.ball", default=default_config, candidates=candidate_configs, launch=launch, sizes=("M", "N"),
+    batch=("B", "S", "nodes", "radius", "width"), writes=(9, 10), fits=fits,
+)  # fmt: skip
+ball_gradients = jit.kernel(
+    _ball_gradients, "points.ball_gradients", default=default_config, candidates=candidate_configs, launch=launch_gradients,
+    sizes=("M", "N"), batch=("B", "S", "nodes", "radius", "width"), writes=(11, 12, 13, 14), fits=fits,
+)  # fmt: skip

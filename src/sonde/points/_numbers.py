@@ -1,0 +1,62 @@
+"""Numbers and offsets that calls bring along, checked where the host knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DIMENSIONS = 3  # that kernels have; more go through the reference
+
+
+def plain(x: Any) -> bool:
+    """Whether `x` is a tensor with memory of its own that nobody traces."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and x.device.type != "meta"
+    )
+
+
+def offsets(name: str, argument: str, value: Any, count: int, device: torch.device) -> Tensor:
+    """As an int64 tensor on `device`. What the host knows is checked; a device's tensor is not looked into."""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(v) is int for v in value):
+            raise TypeError(f"{name}: {argument} must be an integer tensor or a list of integers; got {value!r}")
+        value = torch.tensor(value, dtype=torch.int64)
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: {argument} must be int64 or int32; got {value.dtype}")
+    if value.ndim != 1 or value.shape[0] < 1:
+        raise ValueError(f"{name}: {argument} must be a vector of S + 1 offsets; got {list(value.shape)}")
+    if value.device.type == "cpu" and plain(value):
+        numbers = value.tolist()
+        if numbers[0] != 0 or numbers[-1] != count or any(a > b for a, b in pairwise(numbers)):
+            raise ValueError(
+                f"{name}: {argument} must ascend from 0 to {count}, where the last segment ends; got {_brief(numbers)}"
+            )
+    return value.to(device, torch.int64, non_blocking=True).contiguous()
+
+
+def _brief(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 12 else f"[{', '.join(map(str, numbers[:8]))}, … {numbers[-1]}]"
+
+
+def at_least_one(name: str, argument: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: {argument} must be an integer >= 1; got {value!r} ({type(value).__name__})")
+    if value < 1:
+        raise ValueError(f"{name}: {argument} must be an integer >= 1; got {value}")
+    return value
+
+
+def positive(name: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: {argument} must be a number > 0; got {value!r} ({type(value).__name__})")
+    if not value > 0:
+        raise ValueError(f"{name}: {argument} must be a number > 0; got {value}")
+    return float(value)

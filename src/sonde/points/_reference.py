@@ -1,0 +1,143 @@
+"""Neighbours in plain PyTorch: what every operator of the family means by a distance, a tie and an absent point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**24  # distances in memory at one time, while no gradient is at stake
+
+
+def accumulator(*operands: Tensor | None) -> torch.dtype:
+    """float32, or float64 when any operand is float64."""
+    for t in operands:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+def squared(parts: tuple[Tensor, ...]) -> Tensor:
+    """(dx·dx + dy·dy) + dz·dz, every operation rounded."""
+    total = parts[0] * parts[0]
+    for d in parts[1:]:
+        total = total + d * d
+    return total
+
+
+def segment(offsets: Tensor, count: int) -> Tensor:
+    """To which segment each of `count` rows belongs; 0 and the last are outside of all."""
+    return torch.searchsorted(offsets, torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
+_searching: ContextVar[torch.dtype | None] = ContextVar("sonde_searching", default=None)
+
+
+@contextmanager
+def searching_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Neighbours are those of coordinates in `dtype`, whatever the rest is computed in: a wide truth of narrow arguments."""
+    token = _searching.set(dtype)
+    try:
+        yield
+    finally:
+        _searching.reset(token)
+
+
+@torch.no_grad()
+def nearest(
+    queries: Tensor, points: Tensor, query_offsets: Tensor | None, point_offsets: Tensor | None, k: int | None, bound: float
+) -> tuple[Tensor, Tensor]:
+    """The k nearest with d² ≤ `bound` (None: all of them), ``[B, M, k]``, and how many there are in all, ``[B, M]``.
+
+    Ascending by (d², index), −1 where there is none. A distance that is not finite is no neighbour's.
+    """
+    if not torch.compiler.is_compiling() and _searching.get() is not None:
+        queries, points = queries.to(_searching.get()), points.to(_searching.get())
+    M, N = queries.shape[1], points.shape[1]
+    mine = None if query_offsets is None else segment(query_offsets, M)
+    rows = max(1, CHUNK // max(1, N))
+    if rows >= M:
+        return _nearest(queries, points, mine, point_offsets, k, bound)
+    cut = (None,) * -(-M // rows) if mine is None else mine.split(rows)
+    pieces = [_nearest(q, points, of, point_offsets, k, bound) for q, of in zip(queries.split(rows, 1), cut)]
+    longest = max(indices.shape[-1] for indices, _ in pieces)
+    return torch.cat([_padded(i, longest) for i, _ in pieces], 1), torch.cat([count for _, count in pieces], 1)
+
+
+def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) -> tuple[Tensor, Tensor]:
+    N, in_sight = points.shape[1], _in_sight(queries, points)
+    d2 = squared(tuple(q[:, :, None] - p[:, None] for q, p in zip(queries.unbind(-1), points.unbind(-1))))
+    seen = (d2 <= bound) & (d2 < torch.inf)  # false for NaN
+    if mine is not None:
+        theirs = segment(point_offsets, N)
+        inside = (mine > 0) & (mine < point_offsets.shape[0])
+        seen = seen & (mine[:, None] == theirs) & inside[:, None]
+    d2, count = torch.where(seen, d2, torch.inf), seen.sum(-1)
+    if k is None:  # no longer than the longest list, where one may look
+        k = (int(count.max()) if count.numel() else 0) if in_sight else N
+    if in_sight and d2.dtype == torch.float32 and k < N:  # the same as below, for less
+        keys = (d2.view(torch.int32).long() << 32) | torch.arange(N, device=d2.device)
+        order = keys.topk(k, largest=False).indices
+        d2 = d2.gather(-1, order)
+    else:
+        d2, order = d2.sort(dim=-1, stable=True)
+    return _padded(torch.where(d2 < torch.inf, order, -1)[..., :k], k), count
+
+
+def _padded(indices: Tensor, k: int) -> Tensor:
+    missing = k - indices.shape[-1]
+    return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing else indices
+
+
+def _in_sight(*tensors: Tensor) -> bool:
+    """Whether numbers may be looked at: nobody traces, maps or plans."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(t.device.type != "meta" for t in tensors)
+    )
+
+
+def rows_at(x: Tensor, indices: Tensor) -> Tensor:
+    """``x[b, indices[b]]`` of ``[B, N, C]`` → ``[B, M, k, C]``; an absent row is one of zeros that is appended.
+
+    So nothing is ever multiplied by zero to make it vanish, and a gradient that belongs to no row goes nowhere.
+    """
+    B, N, C = x.shape
+    padded = torch.cat([x, x.new_zeros(B, 1, C)], 1)
+    at = torch.where(indices < 0, N, indices).flatten(1)[..., None].expand(-1, -1, C)
+    return padded.gather(1, at).unflatten(1, indices.shape[1:])
+
+
+def distances(queries: Tensor, points: Tensor, indices: Tensor) -> Tensor:
+    """From every query to the points listed, +inf where none is; at d = 0 the subgradient is 0."""
+    found = indices >= 0
+    parts = (queries[:, :, None] - rows_at(points, indices)).unbind(-1)
+    d2 = squared(tuple(torch.where(found, d, 1) for d in parts))
+    d = torch.where(d2 > 0, torch.where(d2 > 0, d2, 1).sqrt(), 0)
+    return torch.where(found, d, torch.inf)
+
+
+def aggregate(
+    queries: Tensor, points: Tensor, features: Tensor, indices: Tensor, sigma: Tensor | None, width: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_j w_ij f_j with w = softmax(−d/σ) over the points listed; their distances; log Σ exp(−d/σ), +inf for an empty list."""
+    wide = accumulator(queries, features, sigma)
+    found = indices >= 0
+    d = distances(queries, points, indices)
+    s = width if sigma is None else sigma.to(wide)[:, None, None]
+    near = torch.where(found, d.to(wide), 0)
+    least = torch.where(found, d.detach().to(wide), torch.inf)
+    least = least.amin(-1, keepdim=True) if indices.shape[-1] else least.new_full((*least.shape[:-1], 1), torch.inf)
+    least = torch.where(least < torch.inf, least, 0)
+    e = torch.where(found, ((least - near) / s).exp(), 0)
+    total = e.sum(-1, keepdim=True)
+    some = total > 0
+    w = e / torch.where(some, total, 1)
+    out = (w[..., None] * rows_at(features.to(wide), indices)).sum(2)
+    lse = torch.where(some, torch.where(some, total, 1).log() - least / s, torch.inf)[..., 0]
+    return out.to(features.dtype), d, lse

@@ -1,0 +1,3 @@
+from .api import Neighbors, knn
+
+__all__ = ["Neighbors", "knn"]

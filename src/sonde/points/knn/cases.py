@@ -1,0 +1,30 @@
+"""Labelled inputs of ``knn``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+
+SMALL, BENCH = _cases.SMALL, _cases.KNN
+LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
+IN_FULL, VANISHING = _cases.IN_FULL, _cases.VANISHING
+
+
+def make(k: int = 3, **sizes) -> tuple:
+    """Arguments of ``knn``."""
+    made = _cases.make(**sizes)
+    return made["queries"], made["points"], k, *made["options"]
+
+
+def eager(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """What a user of plain PyTorch writes: distances in chunks, and the least of each row."""
+    step = _cases.pairs(queries.shape[-2], points.shape[-2])
+    found = [torch.cdist(q, points).topk(k, largest=False) for q in queries.split(step, -2)]
+    return torch.cat([d for d, _ in found], -2), torch.cat([i for _, i in found], -2)
+
+
+def count(M: int, N: int, k: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
+    """Elements that must move at least once, and neighbours found."""
+    return dict(read=B * (M + N) * dims, written=2 * B * M * k, taps=B * M * k)

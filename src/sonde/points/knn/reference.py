@@ -1,0 +1,14 @@
+"""What ``knn`` means, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._reference import distances, nearest
+
+
+def knn(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    *_index, query_offsets, point_offsets, k = rest  # an index changes nothing
+    indices, _ = nearest(queries, points, query_offsets, point_offsets, k, torch.inf)
+    return distances(queries, points, indices), indices

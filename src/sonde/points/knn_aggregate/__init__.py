@@ -1,0 +1,3 @@
+from .api import knn_aggregate
+
+__all__ = ["knn_aggregate"]

@@ -1,0 +1,35 @@
+"""Labelled inputs of ``knn_aggregate``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+from .._reference import searching_in as exactly
+
+__all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
+SMALL, BENCH = {**_cases.SMALL, **_cases.WEIGHED}, _cases.KNN
+LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
+IN_FULL, VANISHING, apart = _cases.IN_FULL, _cases.VANISHING, _cases.apart
+
+
+def make(k: int = 3, **sizes) -> tuple:
+    """Arguments of ``knn_aggregate``."""
+    made = _cases.make(**sizes)
+    return made["queries"], made["points"], made["features"], k, made["sigma"], *made["options"]
+
+
+def eager(queries: Tensor, points: Tensor, features: Tensor, k: int, sigma: float | Tensor) -> Tensor:
+    """What a user of plain PyTorch writes, for ``[M, D]``, ``[N, D]``, ``[N, F]``: distances in chunks, the least of each row."""
+    out = []
+    for q in queries.split(_cases.pairs(queries.shape[0], points.shape[0])):
+        distances, indices = torch.cdist(q, points).topk(k, largest=False)
+        weights = torch.softmax(-distances / sigma, -1).to(features.dtype)
+        out.append((weights[..., None] * features[indices]).sum(-2))
+    return torch.cat(out)
+
+
+def count(M: int, N: int, k: int, F: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
+    """Elements that must move at least once, and features of neighbours."""
+    return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=B * M * k * F)

@@ -1,0 +1,164 @@
+"""``knn_aggregate`` on CPUs: the search of ``knn``, then weights and sums, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...op.cpu import jit, part, run
+from ...op.lanes import LANES, fma, load, spread, store_some
+from ...op.plan import Determinism, Kernel
+from .. import _cpu_search as cpu
+from .. import _cpu_tree as trees
+from .._cpu_rows import copied, dense, dot, widths
+from .._cpu_segments import lists, sums
+from .._reference import accumulator
+
+NAMES = ("queries", "points", "features", "sigma")
+
+
+def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *index, sigma, width, k = rest
+    distances, indices, _ = cpu.search((queries, points, *index), k)
+    (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
+    out = torch.empty(B, M, F, dtype=wide)
+    arrays = (
+        x.numpy() for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
+    )
+    run(weigh, B * M, M, N, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
+    return out.to(features.dtype), distances, indices
+
+
+def backward(
+    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool
+) -> list[Tensor]:
+    *_index, sigma, width, k, distances, indices = rest
+    (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
+    q, p = trees.three(queries), trees.three(points)
+    go, f = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1)
+    shares, slopes = (torch.empty(B * M * k, dtype=wide) for _ in range(2))
+    g_queries, g_widths = torch.empty(B * M, 3, dtype=wide), torch.empty(B, M, dtype=wide)
+    lengths = distances.reshape(-1, k), indices.reshape(-1, k), shares.view(-1, k), slopes.view(-1, k)
+    arrays = (x.numpy() for x in (q, p, f, go, *lengths, g_queries, g_widths.view(-1)))
+    moved = needs[0] or needs[1] or needs[3]
+    run(pull, B * M, M, N, moved, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
+    found: dict[str, Tensor] = {}
+    if needs[1] or needs[2]:
+        of_points = lists(indices.reshape(-1).numpy(), np.arange(B * M + 1, dtype=np.int64) * k, B, M, N)
+        g_points, g_features = sums(of_points, slopes, q, p, shares if needs[2] else None, go, bool(needs[1]))
+        found["features"] = g_features.view(B, N, F) if needs[2] else g_features
+        found["points"] = g_points[:, :D].reshape(B, N, D) if needs[1] else g_points
+    found["queries"], found["sigma"] = g_queries[:, :D].reshape(queries.shape), g_widths.sum(1)
+    of = dict(zip(NAMES, (queries, points, features, sigma)))
+    return [found[name].to(of[name].dtype).contiguous() for name, need in zip(NAMES, needs) if need]
+
+
+def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
+    *index, sigma, _width, k = rest
+    wide = accumulator(queries, features, sigma)
+    (B, M, D), (_, N, F), size = queries.shape, features.shape, wide.itemsize
+    (search,) = cpu.search_kernels((queries, points, *index), k, (False, False))
+    rounded, invariant = features.dtype != wide, Determinism.BATCH_INVARIANT
+    copies = copied(features, wide)
+    made = [
+        Kernel(search.name, (), search.accumulator, invariant, search.workspace),
+        Kernel(weigh.__name__, ("out",), wide, invariant, copies + rounded * B * M * F * size),
+    ]
+    names = [name for name, need in zip(NAMES, needs) if need]
+    if names:
+        padded = (D < 3) * 3 * B * (M + N) * queries.dtype.itemsize
+        used = copies + padded + B * M * (2 * k + 4 + rounded * F) * size + B * (N * (3 + F) + M * k // 4096 * (3 + F)) * size
+        made.append(Kernel(pull.__name__, tuple(n for n in names if n in ("queries", "sigma")), wide, invariant, used, "backward"))
+        if needs[1] or needs[2]:
+            writes = tuple(n for n in names if n in ("points", "features"))
+            made.append(Kernel("gather", writes, wide, invariant, used, "backward"))
+    return made
+
+
+@part
+def softmax(i, sigma, distances, indices, share):
+    """The weights of row i; return how many neighbours it has."""
+    n, total = 0, share.dtype.type(0)
+    while n < share.shape[0] and indices[i, n] >= 0:
+        n += 1
+    for e in range(n):
+        share[e] = np.exp((share.dtype.type(distances[i, 0]) - distances[i, e]) / sigma)
+        total += share[e]
+    for e in range(n):
+        share[e] /= total
+    return n
+
+
+@jit
+def weigh(
+    start,
+    stop,
+    M,
+    N,
+    sigma,  # [B]
+    features,  # [B*N, F]
+    distances,  # [B*M, k]
+    indices,  # [B*M, k]
+    out,  # [B*M, F]
+):
+    """Rows `start` to `stop`."""
+    F, k = features.shape[1], distances.shape[1]
+    share, zero = np.empty(k, out.dtype), spread(out.dtype.type(0))
+    for i in range(start, stop):
+        n, row = softmax(i, sigma[i // M], distances, indices, share), i // M * N
+        for c in range(0, F, LANES):
+            v = zero
+            for e in range(n):
+                v = fma(share[e], load(features, row + indices[i, e], c, F), v)
+            store_some(v, out, i, c, F)
+
+
+@jit
+def pull(
+    start,
+    stop,
+    M,
+    N,
+    moved,  # whether more is wanted than the weights
+    sigma,  # [B]
+    queries,  # [B*M, 3]
+    points,  # [B*N, 3]
+    features,  # [B*N, F]
+    grad,  # [B*M, F]
+    distances,  # [B*M, k]
+    indices,  # [B*M, k]
+    shares,  # [B*M, k]
+    slopes,  # [B*M, k]: ∂L/∂d / d, 0 where the distance is
+    g_queries,  # [B*M, 3]
+    g_widths,  # [B*M]
+):
+    """Weights of rows `start` to `stop`, what pulls along their distances, and the gradients of queries and of σ."""
+    k, F, real = distances.shape[1], features.shape[1], grad.dtype.type
+    share, along = np.empty(k, grad.dtype), np.empty(k, grad.dtype)
+    for i in range(start, stop):
+        row, s = i // M * N, sigma[i // M]
+        n, mean = softmax(i, s, distances, indices, share), real(0)
+        for e in range(n):
+            shares[i, e] = share[e]
+            if moved:
+                along[e] = dot(grad, i, features, row + indices[i, e], F)
+                mean += share[e] * along[e]
+        if not moved:
+            continue
+        x, y, z, t = real(0), real(0), real(0), real(0)
+        for e in range(k):
+            slopes[i, e] = 0
+            if e < n:
+                d, j = distances[i, e], row + indices[i, e]
+                ds = share[e] * (along[e] - mean)
+                t += d * ds
+                if d > 0:
+                    slope = -ds / (s * d)
+                    x += slope * (queries[i, 0] - points[j, 0])
+                    y += slope * (queries[i, 1] - points[j, 1])
+                    z += slope * (queries[i, 2] - points[j, 2])
+                    slopes[i, e] = slope
+        g_queries[i, 0], g_queries[i, 1], g_queries[i, 2], g_widths[i] = x, y, z, t / (s * s)

@@ -1,0 +1,3 @@
+from .api import PointIndex
+
+__all__ = ["PointIndex"]

@@ -1,0 +1,124 @@
+"""Public ``PointIndex``: points sorted once for many searches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...op import checks, plan
+from ...op.library import operator
+from ...op.plan import Impl
+from .._numbers import DIMENSIONS, offsets, plain
+from . import reference
+
+NAME = "PointIndex.build"
+
+
+def _check(points: Tensor, point_offsets: Tensor | None) -> dict[str, int]:
+    n = checks.shapes("point_index", points=(points, "B N D"))
+    if point_offsets is not None and point_offsets.ndim != 1:
+        raise ValueError(f"point_index: point_offsets must be a vector; got {list(point_offsets.shape)}")
+    return n
+
+
+def _fake(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    n = _check(points, point_offsets)
+    segments = 1 if point_offsets is None else point_offsets.shape[0] - 1
+    boxes = points.new_empty(n["B"], reference.nodes(n["N"], segments), 2, n["D"])
+    return points.new_empty(n["B"], n["N"], dtype=torch.int32), points.new_empty(points.shape), boxes
+
+
+_point_index = operator(
+    "point_index(Tensor points, Tensor? point_offsets) -> (Tensor, Tensor, Tensor)",
+    package=__package__,
+    reference=reference.point_index,
+    check=_check,
+    fake=_fake,
+    differentiable=(),
+    unbatched=("point_offsets",),
+    no_grad=(0, 1, 2),
+)
+
+
+def build(points: Tensor, point_offsets: Tensor | None, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The index of canonical points ``[B, N, D]``."""
+    return _point_index(points, point_offsets, impl=impl)
+
+
+def _state(points: Tensor) -> tuple[int, int] | None:
+    """Where the points lie and how often they were written, as far as that can be known."""
+    if torch.compiler.is_compiling() or not plain(points):
+        return None
+    return points.data_ptr(), -1 if points.is_inference() else points._version
+
+
+class PointIndex(NamedTuple):
+    """Points sorted along a curve, with boxes around what lies together: built once, used by many calls.
+
+    It serves every radius, every k, forward and backward of the points it was built from; passing it changes no bit of a
+    result. Count, dimension, dtype and device are compared with those of the points that it is used with, and so are,
+    outside of ``torch.compile``, their address and their version: after an optimiser's step it must be built again.
+
+    Example:
+        >>> import torch, sonde
+        >>> points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 5.0]])
+        >>> index = sonde.PointIndex.build(points)
+        >>> sonde.knn(torch.tensor([[0.9, 0.0]]), points, 2, index=index).indices
+        tensor([[1, 0]])
+    """
+
+    order: Tensor  # [B, N] int32
+    sorted: Tensor  # [B, N, D]
+    boxes: Tensor  # [B, nodes, 2, D]
+    offsets: Tensor | None  # of ragged points
+    shape: tuple[int, ...]  # the rest describes the points
+    dtype: torch.dtype
+    state: tuple[int, int] | None
+    impl: str
+
+    @staticmethod
+    def build(points: Tensor, *, batch: Tensor | Sequence[int] | None = None, impl: Impl = "auto") -> PointIndex:
+        """The index of points ``[N, D]`` or ``[B, N, D]``; `batch` are the offsets ``[S + 1]`` of ragged ones."""
+        batched = isinstance(points, Tensor) and points.ndim == 3
+        n = checks.shapes(NAME, points=(points, "B N D" if batched else "N D"))
+        if batch is not None and batched:
+            raise ValueError(f"{NAME}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
+        segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
+        chosen = plan.choose(NAME, impl, points) if n["D"] <= DIMENSIONS else "reference"
+        dtype = torch.promote_types(points.dtype, torch.float32)
+        canonical = (points if batched else points[None]).detach().to(dtype).contiguous()
+        made = build(canonical, segments, chosen)
+        return PointIndex(*made, segments, tuple(points.shape), points.dtype, _state(points), chosen)
+
+    def checked(self, name: str, points: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> PointIndex | None:
+        """Itself, if it was built from `points`; else an error. None where its numbers are not those of the search."""
+        if not isinstance(self, PointIndex):
+            raise TypeError(f"{name}: index must be a PointIndex; got {type(self).__name__}. Use PointIndex.build(points)")
+        remedy = "build it again with PointIndex.build(points)"
+        for what, mine, theirs in (
+            ("shape", list(self.shape), list(points.shape)),
+            ("dtype", self.dtype, points.dtype),
+            ("device", self.sorted.device, points.device),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"{name}: index must be that of points, of {what} {theirs}; got {mine}. Did points change? Then {remedy}"
+                )
+        segments = None if self.offsets is None else self.offsets.shape[0] - 1
+        if segments != (None if offsets is None else offsets.shape[0] - 1):
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {remedy}")
+        if (
+            offsets is not None
+            and self.offsets is not None
+            and plain(offsets)
+            and offsets.device.type == "cpu"
+            and not torch.equal(offsets, self.offsets)
+        ):
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {remedy}")
+        now = _state(points)
+        if now is not None and self.state is not None and now != self.state:
+            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {remedy}")
+        return self if self.sorted.dtype == dtype else None

@@ -1,0 +1,3 @@
+from .api import radius_aggregate
+
+__all__ = ["radius_aggregate"]

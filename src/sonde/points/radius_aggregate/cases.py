@@ -1,0 +1,35 @@
+"""Labelled inputs of ``radius_aggregate``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+from .._reference import searching_in as exactly
+
+__all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
+SMALL, BENCH = {**_cases.SMALL, **_cases.WEIGHED}, _cases.RADIUS
+LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
+IN_FULL, VANISHING, apart = _cases.IN_FULL, _cases.VANISHING, _cases.apart
+
+
+def make(radius: float = 1.2, **sizes) -> tuple:
+    """Arguments of ``radius_aggregate``."""
+    made = _cases.make(**sizes)
+    return made["queries"], made["points"], made["features"], radius, made["sigma"], *made["options"]
+
+
+def eager(queries: Tensor, points: Tensor, features: Tensor, radius: float, sigma: float | Tensor) -> Tensor:
+    """What a user of plain PyTorch writes, for ``[M, D]``, ``[N, D]``, ``[N, F]``: a dense masked softmax, in chunks."""
+    out = []
+    for q in queries.split(_cases.pairs(queries.shape[0], points.shape[0])):
+        distances = torch.cdist(q, points)
+        weights = torch.softmax(torch.where(distances <= radius, -distances / sigma, -torch.inf), -1)
+        out.append(weights.nan_to_num(0).to(features.dtype) @ features)
+    return torch.cat(out)
+
+
+def count(M: int, N: int, F: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
+    """Elements that must move at least once, and features of neighbours, of which 64 are taken for granted."""
+    return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=64 * B * M * F)

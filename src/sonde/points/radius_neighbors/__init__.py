@@ -1,0 +1,3 @@
+from .api import NeighborsWithin, radius_neighbors
+
+__all__ = ["NeighborsWithin", "radius_neighbors"]

@@ -1,0 +1,37 @@
+"""Labelled inputs of ``radius_neighbors``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _cases
+
+SMALL = _cases.SMALL
+BENCH = {name: dict(sizes, k=16) for name, sizes in _cases.RADIUS.items()}
+LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
+IN_FULL, VANISHING = _cases.IN_FULL, _cases.VANISHING
+
+
+def make(k: int = 3, radius: float = 1.2, **sizes) -> tuple:
+    """Arguments of ``radius_neighbors``."""
+    made = _cases.make(**sizes)
+    return made["queries"], made["points"], radius, k, *made["options"]
+
+
+def eager(queries: Tensor, points: Tensor, radius: float, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a user of plain PyTorch writes."""
+    made = []
+    for q in queries.split(_cases.pairs(queries.shape[-2], points.shape[-2]), -2):
+        all_of = torch.cdist(q, points)
+        d, i = all_of.topk(k, largest=False)
+        inside = d <= radius
+        more = ((all_of <= radius).sum(-1) - k).clamp(min=0)
+        made.append((torch.where(inside, d, torch.inf), torch.where(inside, i, -1), more))
+    distances, indices, truncated = zip(*made)
+    return torch.cat(distances, -2), torch.cat(indices, -2), torch.cat(truncated, -1)
+
+
+def count(M: int, N: int, k: int = 16, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
+    """Elements that must move at least once, and neighbours found at most."""
+    return dict(read=B * (M + N) * dims, written=2 * B * M * k, taps=B * M * k)

@@ -1,0 +1,13 @@
+"""What ``radius_neighbors`` means, in plain PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._reference import distances, nearest
+
+
+def radius_neighbors(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *_index, query_offsets, point_offsets, radius, k = rest  # an index changes nothing
+    indices, count = nearest(queries, points, query_offsets, point_offsets, k, radius * radius)
+    return distances(queries, points, indices), indices, (count - k).clamp(min=0)

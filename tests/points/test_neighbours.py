@@ -1,0 +1,202 @@
+"""Who is found: the same points as by brute force with the same rounded distances, in the same order, on every cloud."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from truth import cloud, neighbours, padded, squared
+
+import sonde
+from helpers import leaves, same_bits
+from sonde.points import _points
+
+
+@pytest.fixture(params=["by default", "by boxes"])
+def algorithm(request, monkeypatch):
+    """What sizes choose, and boxes wherever there are points."""
+    if request.param == "by boxes":
+        monkeypatch.setattr(_points, "FEW", 0)
+        monkeypatch.setattr(_points, "PAIRS", 0)
+    return request.param
+
+
+def close(distances, queries, points, indices):
+    """Distances are the roots of the rounded d², up to the last bit of a root."""
+    if not indices.numel() or not points.numel():
+        assert (distances == torch.inf).all()
+        return
+    d2 = torch.from_numpy(squared(queries, points))
+    want = torch.where(indices >= 0, d2.gather(1, indices.clamp(min=0)), torch.inf).sqrt()
+    torch.testing.assert_close(distances, want, rtol=3e-7 if distances.dtype == torch.float32 else 1e-15, atol=0)
+
+
+@pytest.mark.parametrize("tens", range(20))
+def test_200_clouds(impl, algorithm, tens):
+    """Ties, duplicates, flat clouds, far ones, outliers, empty ones, points that are not finite: found as by brute force."""
+    for seed in range(10 * tens, 10 * tens + 10):
+        kind, queries, points, k, radius = cloud(seed)
+        note = f"{kind} {seed}"
+        given = queries.to(impl.device), points.to(impl.device)
+        everyone, inside = neighbours(queries, points), neighbours(queries, points, radius)
+
+        found = sonde.knn(*given, k, impl=impl.impl)
+        assert torch.equal(found.indices.cpu(), padded(everyone, k)), note
+        close(found.distances.cpu(), queries, points, padded(everyone, k))
+
+        within = sonde.radius_neighbors(*given, radius, k, impl=impl.impl)
+        assert torch.equal(within.indices.cpu(), padded(inside, k)), note
+        assert within.truncated.tolist() == [max(0, len(row) - k) for row in inside], note
+        close(within.distances.cpu(), queries, points, padded(inside, k))
+
+        ball = sonde.radius_search(*given, radius, impl=impl.impl)
+        assert ball.offsets.tolist() == np.cumsum([0, *map(len, inside)]).tolist(), note
+        assert ball.indices.tolist() == [j for row in inside for j in row], note
+        for i, row in enumerate(inside):
+            mine = ball.distances[ball.offsets[i] : ball.offsets[i + 1]].cpu()
+            close(mine[None], queries[i : i + 1], points, padded([row], len(row)))
+
+
+def test_agrees_with_a_k_d_tree(impl):
+    """An independent search in float64 finds the same points."""
+    spatial = pytest.importorskip("scipy.spatial")
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.randn(n, 3, generator=g, dtype=torch.float64) for n in (60, 500))
+    distances, indices = spatial.cKDTree(points.numpy()).query(queries.numpy(), k=6)
+    found = sonde.knn(queries.to(impl.device), points.to(impl.device), 6, impl=impl.impl)
+    assert torch.equal(found.indices.cpu(), torch.from_numpy(indices))
+    torch.testing.assert_close(found.distances.cpu(), torch.from_numpy(distances), rtol=1e-14, atol=0)
+    inside = spatial.cKDTree(points.numpy()).query_ball_point(queries.numpy(), 0.5, return_length=True)
+    ball = sonde.radius_search(queries.to(impl.device), points.to(impl.device), 0.5, impl=impl.impl)
+    assert ball.offsets.diff().tolist() == inside.tolist()
+
+
+def test_many_queries_and_points(numba_target):
+    """Queries that are sorted before they are searched, and a tree of many levels that threads share."""
+    g = torch.Generator().manual_seed(0)
+    for dims in (1, 2, 3):
+        queries, points = torch.randn(5000, dims, generator=g), torch.randn(9000, dims, generator=g)
+        queries[7], points[5:9] = torch.nan, torch.inf
+        found = sonde.knn(queries, points, 5)
+        some = [7, *torch.randperm(5000, generator=g)[:200].tolist()]
+        assert torch.equal(found.indices[some], padded(neighbours(queries[some], points), 5))
+
+
+@pytest.mark.parametrize("n", [5000, 20_000])
+def test_degenerate_clouds_are_not_slow(numba_target, n):
+    """All points in one place, sorted, or in reverse: a tree is built and searched all the same."""
+    for points in (
+        torch.zeros(n, 3),
+        torch.arange(n).float()[:, None].expand(n, 3),
+        -torch.arange(n).float()[:, None].expand(n, 3),
+    ):
+        found = sonde.knn(points[:3], points, 4)
+        assert torch.equal(found.indices, padded(neighbours(points[:3], points), 4))
+
+
+def test_ragged_batches_are_loops(impl, algorithm):
+    """A query sees its own segment, of whatever size, and indices count through."""
+    g = torch.Generator().manual_seed(0)
+    queries, points, features = (torch.rand(n, c, generator=g).to(impl.device) for n, c in ((13, 3), (120, 3), (120, 4)))
+    at, of = [0, 4, 4, 9, 13], [0, 80, 90, 90, 120]
+    calls = {
+        "knn": lambda q, p, f, **o: sonde.knn(q, p, 5, impl=impl.impl, **o),
+        "radius_neighbors": lambda q, p, f, **o: sonde.radius_neighbors(q, p, 0.4, 5, impl=impl.impl, **o),
+        "knn_aggregate": lambda q, p, f, **o: (sonde.knn_aggregate(q, p, f, 5, impl=impl.impl, **o),),
+        "radius_aggregate": lambda q, p, f, **o: (sonde.radius_aggregate(q, p, f, 0.4, impl=impl.impl, **o),),
+    }
+    for batch in ((at, of), (torch.tensor(at, device=impl.device), torch.tensor(of, dtype=torch.int32, device=impl.device))):
+        for name, call in calls.items():
+            whole = call(queries, points, features, batch=batch)
+            for (a, b), (c, d) in zip(pairwise(at), pairwise(of)):
+                part = call(queries[a:b], points[c:d], features[c:d])
+                for x, y in zip(whole, part):
+                    y = torch.where(y >= 0, y + c, y) if y.dtype == torch.int64 and y.ndim == 2 else y
+                    torch.testing.assert_close(x[a:b], y, msg=name, rtol=1e-5, atol=1e-6)
+        ball = sonde.radius_search(queries, points, 0.4, batch=batch, impl=impl.impl)
+        lists = [sonde.radius_search(queries[a:b], points[c:d], 0.4, impl=impl.impl) for a, b, c, d in zip(at, at[1:], of, of[1:])]
+        assert torch.equal(ball.indices, torch.cat([part.indices + c for part, c in zip(lists, of)]))
+        assert torch.equal(ball.offsets.diff(), torch.cat([part.offsets.diff() for part in lists]))
+
+
+def test_batches_are_loops(impl, algorithm):
+    """[B, M, D] is B calls; indices count within their row."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(3, n, 2, generator=g).to(impl.device) for n in (6, 90))
+    found = sonde.knn(queries, points, 4, impl=impl.impl)
+    ball = sonde.radius_search(queries, points, 0.2, impl=impl.impl)
+    lists = [sonde.radius_search(q, p, 0.2, impl=impl.impl) for q, p in zip(queries, points)]
+    assert torch.equal(ball.indices, torch.cat([part.indices for part in lists]))
+    assert torch.equal(ball.offsets.diff(), torch.cat([part.offsets.diff() for part in lists]))
+    for b in range(3):
+        assert same_bits(found[0][b : b + 1], sonde.knn(queries[b], points[b], 4, impl=impl.impl)[0][None])
+        assert torch.equal(found.indices[b], sonde.knn(queries[b], points[b], 4, impl=impl.impl).indices)
+
+
+def test_half_precision_coordinates(impl):
+    """They are float32 numbers; distances are those of float32."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g).to(impl.device, torch.bfloat16) for n in (5, 80))
+    found = sonde.knn(queries, points, 4, impl=impl.impl)
+    assert found.distances.dtype == torch.float32
+    assert same_bits(found, sonde.knn(queries.float(), points.float(), 4, impl=impl.impl))
+
+
+@pytest.mark.parametrize("name", ["knn", "radius_neighbors", "radius_search"])
+def test_gradients_of_distances(impl, algorithm, name):
+    """∂d/∂q = (q − p)/d for both sets; 0 at d = 0, nothing from absent neighbours, nothing that is not a number."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g, dtype=torch.float64) for n in (9, 50))
+    points[:3] = queries[:3]
+    queries[4] = torch.nan
+    args = {"knn": (55,), "radius_neighbors": (0.6, 7), "radius_search": (0.5,)}[name]
+    at = 2 if name == "radius_search" else 0
+
+    def gradients(which, device):
+        leaf = leaves([queries.to(device), points.to(device)])
+        d = getattr(sonde, name)(*leaf, *args, impl=which)[at]
+        found = torch.where(d < torch.inf, d, 0)
+        found.backward(torch.arange(1.0, 1 + d.numel(), dtype=d.dtype).view(d.shape).to(device).sin())
+        return [x.grad.cpu() for x in leaf]
+
+    got, want = gradients(impl.impl, impl.device), gradients("reference", "cpu")
+    for a, b in zip(got, want):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert (got[0][4] == 0).all()
+
+
+def test_second_derivatives_of_distances(numba_target):
+    """Derivatives of the gradient come from the definition."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g, dtype=torch.float64).requires_grad_() for n in (4, 70))
+    assert torch.autograd.gradgradcheck(lambda q, p: sonde.knn(q, p, 3).distances, (queries, points))
+    assert torch.autograd.gradcheck(lambda q, p: sonde.radius_search(q, p, 0.3).distances, (queries, points))
+
+
+def test_radius_search_compiles(numba_target):
+    """Its size is a number that the graph does not know."""
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g) for n in (9, 80))
+    compiled = torch.compile(lambda q, p: sonde.radius_search(q, p, 0.3).distances * 2, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(queries, points), sonde.radius_search(queries, points, 0.3).distances * 2)
+    torch._dynamo.reset()
+
+
+def test_radius_search_is_not_mapped(numba_target):
+    """A result of many sizes is refused by name, not returned in pieces."""
+    with pytest.raises(ValueError, match=r"radius_search: .*vmap.*radius_neighbors"):
+        torch.vmap(lambda q, p: sonde.radius_search(q, p, 0.3).indices)(torch.rand(2, 5, 3), torch.rand(2, 9, 3))
+
+
+def test_more_dimensions(numba_target):
+    """Beyond three `auto` is the definition, and a kernel that is asked for says that it has none."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 5, generator=g) for n in (9, 80))
+    assert torch.equal(sonde.knn(queries, points, 4).indices, padded(neighbours(queries, points), 4))
+    assert sonde.explain(sonde.knn, queries, points, 4).impl == "reference"
+    with pytest.raises(sonde.jit.Unsupported, match=r"knn: impl='numba' has kernels for 1 to 3 dimensions, got 5; use impl='auto'"):
+        sonde.knn(queries, points, 4, impl="numba")
+    index = sonde.PointIndex.build(points)
+    assert torch.equal(sonde.knn(queries, points, 4, index=index).indices, sonde.knn(queries, points, 4).indices)

@@ -1,0 +1,161 @@
+"""An index changes speed and nothing else, and is refused where it is not that of the points."""
+
+# ruff: noqa: E731 (short functions read better on one line)
+
+import pytest
+import torch
+
+import sonde
+from helpers import same_bits, value_and_grads
+from sonde.points import _points
+
+
+def calls(impl, **options):
+    return [
+        lambda q, p, f: sonde.knn_aggregate(q, p, f, 5, impl=impl, **options),
+        lambda q, p, f: sonde.radius_aggregate(q, p, f, 0.3, impl=impl, **options),
+        lambda q, p, f: sonde.knn(q, p, 5, impl=impl, **options).distances,
+    ]
+
+
+def made(device="cpu", dtype=torch.float32, N=200):
+    g = torch.Generator().manual_seed(0)
+    return [torch.rand(*shape, generator=g).to(device, dtype) for shape in ((30, 3), (N, 3), (N, 4))]
+
+
+@pytest.mark.parametrize("N", [20, 200])
+def test_changes_no_bit(target, N, monkeypatch):
+    """Values and gradients with an index are those without, whichever algorithm runs; one index serves all radii."""
+    queries, points, features = made(target.device, N=N)
+    if N == 200:
+        monkeypatch.setattr(_points, "PAIRS", 0)
+    points.requires_grad_()  # so that its address is that of the leaf
+    index = sonde.PointIndex.build(points, impl=target.impl)
+    for with_index, without in zip(calls(target.impl, index=index), calls(target.impl)):
+        leaf = [queries.requires_grad_(), points, features.requires_grad_()]
+        found = []
+        for call in (with_index, without):
+            out = call(*leaf)
+            found.append([out.detach(), *torch.autograd.grad(out.sum(), leaf, allow_unused=True)])
+        assert same_bits([x for x in found[0] if x is not None], [x for x in found[1] if x is not None])
+
+
+def test_is_not_built_again(numba_target, monkeypatch):
+    """A given index is what is searched; without one, forward and backward share theirs."""
+    from sonde.points.point_index import cpu
+
+    queries, points, features = made()
+    index = sonde.PointIndex.build(points)
+    built = []
+    real = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args: built.append(args) or real(*args))
+    sonde.knn_aggregate(queries, points, features, 5, index=index)
+    assert not built
+    value_and_grads(lambda q, p, f: sonde.knn_aggregate(q, p, f, 5), (queries, points, features))
+    assert len(built) == 1
+
+
+def test_sizes_alone_decide():
+    """Below the threshold nothing is built, whether an index was given or not."""
+    assert not _points.tiled("numba", 1, _points.FEW, 3, 3)
+    assert _points.tiled("numba", 1, _points.FEW + 1, 3, 3)
+    assert not _points.tiled("reference", 10**6, 10**6, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("points", "word"),
+    [
+        (lambda p: torch.cat([p, p[:1]]), "shape"),
+        (lambda p: p[:, :2].contiguous(), "shape"),
+        (lambda p: p[None], "shape"),
+        (lambda p: p.double(), "dtype"),
+        (lambda p: p.bfloat16(), "dtype"),
+        (lambda p: p.clone(), "moved or written"),
+        (lambda p: p.add_(1), "moved or written"),
+    ],
+)
+def test_wrong_points_are_refused(points, word):
+    """Another count, dimension, dtype, copy or version: a clear error, and nothing is searched."""
+    _, own, _ = made()
+    index = sonde.PointIndex.build(own)
+    other = points(own)
+    queries = torch.rand(*other.shape[:-2], 5, other.shape[-1]).to(other.dtype)
+    with pytest.raises(ValueError, match=rf"knn: index must .*{word}.*PointIndex.build\(points\)"):
+        sonde.knn(queries, other, 3, index=index)
+
+
+def test_wrong_things_are_refused():
+    """What is no index, and an index of other segments."""
+    queries, points, _ = made()
+    with pytest.raises(TypeError, match="knn: index must be a PointIndex; got Tensor"):
+        sonde.knn(queries, points, 3, index=points)
+    batch = ([0, 10, 30], [0, 50, 200])
+    index = sonde.PointIndex.build(points, batch=batch[1])
+    assert same_bits(sonde.knn(queries, points, 3, batch=batch, index=index), sonde.knn(queries, points, 3, batch=batch))
+    for other in (None, ([0, 10, 30], [0, 51, 200]), ([0, 30], [0, 200])):
+        with pytest.raises(ValueError, match="knn: index must be built with the same batch"):
+            sonde.knn(queries, points, 3, batch=other, index=index)
+    with pytest.raises(ValueError, match=r"PointIndex.build: batch must ascend from 0 to 200.*got \[0, 201\]"):
+        sonde.PointIndex.build(points, batch=[0, 201])
+    with pytest.raises(ValueError, match=r"PointIndex.build: batch must be None for batched points"):
+        sonde.PointIndex.build(points[None], batch=[0, 200])
+    with pytest.raises(TypeError, match=r"PointIndex\.build: points must be a tensor"):
+        sonde.PointIndex.build([1.0])
+
+
+def test_wide_queries_search_narrow_points():
+    """An index in float32 cannot answer in float64: it is checked, and then not used."""
+    queries, points, _ = made()
+    index = sonde.PointIndex.build(points)
+    assert same_bits(sonde.knn(queries.double(), points, 3, index=index), sonde.knn(queries.double(), points.double(), 3))
+
+
+def test_goes_through_compiled_functions(numba_target):
+    """An index is an argument like others; a new one compiles nothing again."""
+    torch._dynamo.reset()
+    queries, points, features = made()
+    fn = lambda q, p, f, index: sonde.knn_aggregate(q, p, f, 5, index=index) * 2
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    index = sonde.PointIndex.build(points)
+    torch.testing.assert_close(compiled(queries, points, features, index), fn(queries, points, features, index))
+    other = points + 1
+    index = sonde.PointIndex.build(other)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(compiled(queries, other, features, index), fn(queries, other, features, index))
+    torch._dynamo.reset()
+
+
+def test_can_be_built_in_a_graph(numba_target):
+    """PointIndex.build and the search with it are one graph."""
+    torch._dynamo.reset()
+    queries, points, features = made()
+    fn = lambda q, p, f: sonde.radius_aggregate(q, p, f, 0.3, index=sonde.PointIndex.build(p))
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(queries, points, features), fn(queries, points, features))
+    torch._dynamo.reset()
+
+
+def test_registration(numba_target):
+    """Schema, fake and tracing of the index agree, with and without segments."""
+    from sonde.points.point_index.api import _point_index
+
+    points = torch.rand(2, 70, 3)
+    points[0, 3] = torch.nan
+    for offsets in (None, torch.tensor([0, 3, 3, 60, 70])):
+        torch.library.opcheck(_point_index.forward_op, (points, offsets, "numba", True))
+
+
+def test_orders_all_points(impl):
+    """A permutation; what is not finite is in the last leaf and stays there."""
+    points = torch.rand(2, 100, 3)
+    points[0, 7, 1], points[1, 50] = torch.nan, torch.inf
+    index = sonde.PointIndex.build(points.to(impl.device), impl=impl.impl)
+    order = index.order.cpu()
+    assert torch.equal(order.sort().values, torch.arange(100, dtype=torch.int32).expand(2, -1))
+    ordered = points.gather(1, order.long()[..., None].expand(-1, -1, 3))
+    for b, bad in ((0, 7), (1, 50)):
+        (at,) = (order[b] == bad).nonzero()
+        assert at >= 100 - 32
+        assert not index.sorted[b, at].isfinite().all()
+        rest = torch.arange(100) != at
+        assert torch.equal(index.sorted[b].cpu()[rest], ordered[b, rest])
