@@ -1,0 +1,51 @@
+"""On a GPU, at the sizes of real workloads: neighbours are those of all distances, rounded alike, chunk by chunk."""
+
+import pytest
+import torch
+
+import sonde
+from sonde.points import _cases
+
+
+def nearest(queries, points, k):
+    """Indices of the k least (d², index)."""
+    found, number = [], torch.arange(points.shape[0], device=points.device)
+    for rows in queries.split(max(1, 2**26 // points.shape[0])):
+        x, y, z = (a[:, None] - b[None] for a, b in zip(rows.unbind(-1), points.unbind(-1)))
+        keys = (((x * x + y * y) + z * z).view(torch.int32).long() << 32) | number
+        found.append(keys.topk(k, largest=False).indices)
+    return torch.cat(found)
+
+
+def check(layout, M, N, k, device):
+    queries, points = (x[0] for x in _cases.cloud(M, N, layout=layout, device=device))
+    want = nearest(queries, points, k)
+    index = sonde.PointIndex.build(points)
+    found = sonde.knn(queries, points, k, index=index)
+    assert torch.equal(found.indices, want)
+    assert torch.equal(found.indices, sonde.knn(queries, points, k).indices)
+    far = found.distances[:, -1].median().item()
+    within = sonde.radius_search(queries, points, far, index=index)
+    inside = found.distances <= far
+    assert within.offsets[-1] == within.indices.numel() >= inside.sum()
+    first = within.offsets[:-1][inside[:, 0]]
+    assert torch.equal(within.indices[first], want[inside[:, 0], 0])
+
+
+SIZES = [
+    ("tutorial", 27_000, 100_000, 7),
+    ("clusters", 20_000, 300_000, 7),
+    ("ellipsoid", 20_000, 300_000, 16),
+    ("uniform", 5_000, 10**6, 3),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "M", "N", "k"), SIZES)
+def test_neighbours(layout, M, N, k):
+    check(layout, M, N, k, "cuda")
+
+
+@pytest.mark.parametrize("layout", ["tutorial", "clusters"])
+def test_neighbours_of_a_part(layout):
+    check(layout, 1_000, 5_000, 7, "cpu")
