@@ -35,6 +35,7 @@ def expected(operator: Operator, args) -> list:
     return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.float()])[0].double())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OPERATORS)
 @pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])
 def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypatch):
@@ -68,6 +69,7 @@ def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypa
             assert error < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_levels_that_only_the_device_knows(path, dtype, triton_target):
@@ -85,7 +87,7 @@ def test_levels_that_only_the_device_knows(path, dtype, triton_target):
 
 
 @pytest.mark.parametrize("path", OPERATORS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("values", [WRONG, ABSURD], ids=["wrong", "absurd"])
 def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, triton_target):
     """Levels that overlap, leave the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
@@ -103,6 +105,7 @@ def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, triton
         assert a.isfinite().all()
 
 
+@pytest.mark.slow
 def test_numbers_that_came_past_the_checks(triton_target):
     """A registered operator may be called with any numbers; they are masked as tensors are."""
     for path in OPERATORS:

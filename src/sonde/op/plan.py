@@ -16,6 +16,7 @@ from torch import Tensor
 Impl = Literal["auto", "triton", "numba", "reference"]
 HAS_TRITON = find_spec("triton") is not None
 HAS_NUMBA = find_spec("numba") is not None
+only_compiled = False  # kernels are not launched in this process, so their tensors need be on no GPU
 
 
 def choose(name: str, impl: str, tensor: Tensor) -> str:
@@ -39,7 +40,8 @@ def refusal(impl: str, kind: str) -> str | None:
         return "needs triton, which is not installed; install it or use impl='auto'"
     if impl == "numba" and not HAS_NUMBA:
         return "needs numba, which is not installed; install it or use impl='auto'"
-    if impl == "triton" and kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    without = only_compiled or os.environ.get("TRITON_INTERPRET") == "1"
+    if impl == "triton" and kind != "cuda" and not (kind == "cpu" and without):
         return f"needs GPU tensors, got {kind}; move them with .cuda() or use impl='auto'"
     if impl == "numba" and kind != "cpu":
         return f"needs CPU tensors, got {kind}; move them with .cpu() or use impl='auto'"

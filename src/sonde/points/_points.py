@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """A result as the caller's arguments have it."""
-        return x if self.batched else x[0]
+        return x if self.batched else x.squeeze(0)
 
 
 def form(
@@ -76,8 +76,8 @@ def form(
     impl = _implementation(name, impl, queries, n["D"], k)
     source, dtype = points, torch.promote_types(torch.promote_types(queries.dtype, points.dtype), torch.float32)
     if not batched:
-        queries, points = queries[None], points[None]
-        features = features[None] if aggregates else None
+        queries, points = _row(queries), _row(points)
+        features = _row(features) if aggregates else None
     queries, points = queries.to(dtype).contiguous(), points.to(dtype).contiguous()
     if index is not None:
         index = PointIndex.checked(index, name, source, dtype, segments[1])
@@ -88,6 +88,11 @@ def form(
         of_queries = build(queries.detach(), segments[0], impl) if impl == "triton" else (None, None, None)
         tensors = (*of_points, *of_queries)
     return Form(queries, points, features.contiguous() if aggregates else None, tensors, segments, batched, impl)
+
+
+def _row(x: Tensor) -> Tensor:
+    """The only one of a batch. A plan needs no graph, and autograd asks for a device that a fake tensor's may not be."""
+    return x.detach().unsqueeze(0).requires_grad_(x.requires_grad) if plan.recording() else x.unsqueeze(0)
 
 
 def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None) -> str:

@@ -89,7 +89,7 @@ class PointIndex(NamedTuple):
         segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
         chosen = plan.choose(NAME, impl, points) if n["D"] <= DIMENSIONS else "reference"
         dtype = torch.promote_types(points.dtype, torch.float32)
-        canonical = (points if batched else points[None]).detach().to(dtype).contiguous()
+        canonical = (points if batched else points.unsqueeze(0)).detach().to(dtype).contiguous()
         made = build(canonical, segments, chosen)
         return PointIndex(*made, segments, tuple(points.shape), points.dtype, _state(points), chosen)
 
