@@ -92,7 +92,9 @@ def form(
 
 def _row(x: Tensor) -> Tensor:
     """The only one of a batch. A plan needs no graph, and autograd asks for a device that a fake tensor's may not be."""
-    return x.detach().unsqueeze(0).requires_grad_(x.requires_grad) if plan.recording() else x.unsqueeze(0)
+    if torch.compiler.is_compiling() or not plan.recording():
+        return x.unsqueeze(0)
+    return x.detach().unsqueeze(0).requires_grad_(x.requires_grad)
 
 
 def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None) -> str:
