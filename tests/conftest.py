@@ -60,7 +60,7 @@ THEIR_OWN = {
 
 
 # of the points' own tests, what is interpreted by default: each is seconds there
-CLOUDS = {"test_200_clouds", "test_is_the_textbook_form", "test_ragged_batches_are_loops", "test_single_neighbour_pulls_at_nothing"}
+CLOUDS = {"test_200_clouds", "test_is_the_textbook_form", "test_single_neighbour_pulls_at_nothing"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,10 +79,12 @@ def pytest_collection_modifyitems(items):
             if others or (name in OF_TORCH and operator != "grid.sample_sum"):
                 item.add_marker(pytest.mark.slow)
         interpreted = "points" in item.path.parts and "triton" in (given.get("target"), given.get("impl"))
-        brief = given.get("tens", 0) > 0 or (name == "test_ragged_batches_are_loops" and given.get("algorithm") == "by default")
-        if interpreted and (name not in CLOUDS or brief):
+        if interpreted and (name not in CLOUDS or given.get("tens", 0) > 0):
             item.add_marker(pytest.mark.slow)
         if given.get("path") in ONE_SEARCH and (given.get("target") == "triton" or given.get("dtype") != torch.float32):
+            item.add_marker(pytest.mark.slow)
+        walks = given.get("path") == "points.radius_aggregate" and given.get("target") == "triton"  # a second for each case
+        if walks and given.get("case") not in ("odd_sizes", "hostile", "one_pixel", "sigma_of_rows", None):
             item.add_marker(pytest.mark.slow)
         if operator == "points.radius_aggregate" and name in OF_TORCH - OF_EACH:  # knn_aggregate stands for both
             item.add_marker(pytest.mark.slow)

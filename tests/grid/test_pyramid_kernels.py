@@ -88,7 +88,7 @@ def test_levels_that_only_the_device_knows(path, dtype, triton_target):
 
 @pytest.mark.parametrize("path", OPERATORS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("values", [WRONG, ABSURD], ids=["wrong", "absurd"])
+@pytest.mark.parametrize("values", [pytest.param(WRONG, marks=pytest.mark.slow, id="wrong"), pytest.param(ABSURD, id="absurd")])
 def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, triton_target):
     """Levels that overlap, leave the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
     operator = Operator.find(path)
