@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import ModuleType
+
+from ..op.checks import by_position
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,12 @@ class Operator:
     @property
     def function(self) -> Callable:
         """The public one; what it takes by keyword only comes by position here too, as the cases have it."""
-        function = getattr(self.module(), self.name)
-        known = inspect.signature(function).parameters.values()
-        options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
-        if not options:
-            return function
-        plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-        return lambda *args, impl: function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)
+        return by_position(getattr(self.module(), self.name))
 
     @property
     def reference(self) -> Callable:
         if self.family == "points":  # where the definition returns more than the function
-            function = self.function
-            return lambda *args: function(*args, impl="reference")
+            return partial(self.function, impl="reference")
         definition = getattr(self.module(".reference"), self.name)
         return lambda *args: definition(*self.registered(args))
 

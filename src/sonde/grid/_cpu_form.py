@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..op.cpu import exact_part, jit, part, run
+from ..op.dtypes import accumulator
 from ..op.lanes import LANES, fma, load, spread, store, total
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
-from ._reference import accumulator
 
 TILE = 32  # samples of a query in work at one time: their taps stay in the first cache
 Opt = Tensor | None

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..op.cpu import exact_part, jit, part, run
+from ..op.dtypes import accumulator
 from ..op.lanes import LANES, fma, load, spread, store, store_some, total
 from ..op.plan import Determinism, Kernel
-from ._reference import accumulator
 
 TILE = 64  # samples of a unit in work at one time
 

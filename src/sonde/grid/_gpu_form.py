@@ -20,12 +20,12 @@ from torch import Tensor
 
 from .. import jit
 from ..op.cache import remember
+from ..op.dtypes import accumulator
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
 from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
-from ._reference import accumulator
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 OPERANDS = ("images", "samples", "coef", "rows", "depths")

@@ -15,12 +15,12 @@ from torch import Tensor
 from .. import jit
 from ..jit.kernel import Tunable
 from ..op.cache import remember
+from ..op.dtypes import accumulator
 from ..op.plan import Determinism, Kernel
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
 from ._gpu_pyramid_segments import Problem as Segments
 from ._gpu_pyramid_segments import launches, rows_gradient, workspace
 from ._pyramid import numbers
-from ._reference import accumulator
 
 
 class Operator(NamedTuple):

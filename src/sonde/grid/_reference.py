@@ -6,14 +6,6 @@ import torch
 from torch import Tensor
 
 
-def accumulator(*operands: Tensor | None) -> torch.dtype:
-    """float32, or float64 when any operand is float64."""
-    for t in operands:
-        if t is not None and t.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
-
-
 def joint_batch(*operands: Tensor) -> int:
     """The batch of operands of which each repeats its rows, all equally often, until there are as many as of the others."""
     sizes = [t.shape[0] for t in operands]

@@ -8,7 +8,6 @@ loaded. A kernel of the index is loaded without asking Triton's compiler, which 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -252,6 +251,7 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from ..op.checks import by_position
     from ..op.gpu import _compiled
     from .workers import CompileOnly
 
@@ -267,6 +267,7 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         winners.pretend(task.device or None)
         _compiled.clear()  # for another architecture
         cases = import_module(f"{task.package}.cases")
+        call = by_position(getattr(import_module(task.package), task.package.rpartition(".")[2]))
         args = list(cases.make(**{**cases.SMALL, **cases.BENCH}[task.case], dtype=getattr(torch, task.dtype)))
         if task.layout == "channels_last":
             if args[0].ndim not in (4, 5):
@@ -276,20 +277,11 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         given = [a.requires_grad_() for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            out = _call(task.package, args)
+            out = call(*args, impl="triton")
             torch.autograd.grad(out, given, torch.empty_like(out))
     except Exception as problem:
         return _building, describe(problem)
     return _building, None
-
-
-def _call(package: str, args: Sequence) -> Tensor:
-    """The public function on arguments as cases have them: what it takes by keyword comes last."""
-    function = getattr(import_module(package), package.rpartition(".")[2])
-    known = inspect.signature(function).parameters.values()
-    plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-    options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
-    return function(*args[:plain], **dict(zip(options, args[plain:])), impl="triton")
 
 
 def _build_launcher(src: Any, metadata: Any) -> None:

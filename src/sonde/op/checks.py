@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,10 +54,18 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
     return sizes
 
 
-def count(name: str, argument: str, value: Any) -> Any:
-    """A non-negative integer; booleans are not numbers here."""
+def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
+    """An integer of at least that; booleans are not numbers here."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: {argument} must be an integer >= 0; got {value!r} ({type(value).__name__})")
-    if value < 0:
-        raise ValueError(f"{name}: {argument} must be an integer >= 0; got {value}")
+        raise TypeError(f"{name}: {argument} must be an integer >= {least}; got {value!r} ({type(value).__name__})")
+    if value < least:
+        raise ValueError(f"{name}: {argument} must be an integer >= {least}; got {value}")
     return value
+
+
+def by_position(function: Callable) -> Callable:
+    """`function` with what it takes by keyword only coming last, as cases have it; but for `impl`."""
+    known = inspect.signature(function).parameters.values()
+    plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
+    options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
+    return lambda *args, impl="auto": function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)

@@ -53,10 +53,11 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
 
 
 def launch(
-    kernel, tensors: Sequence[Tensor | None], grid: tuple[int, int, int], sizes: Sequence[int], constants: tuple, num_warps: int
-) -> None:
+    kernel, tensors: Sequence[Tensor | None], grid: tuple[int, int, int], sizes: Sequence[int], constants: tuple, num_warps: int,
+    fp_fusion: bool = True,
+) -> None:  # fmt: skip
     """Bind and start."""
-    bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps))(*tensors)
+    bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps, fp_fusion=fp_fusion))(*tensors)
 
 
 def accumulator(dtype: torch.dtype):

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from .dtypes import accumulator
+
 Impl = Literal["auto", "triton", "numba", "reference"]
 HAS_TRITON = find_spec("triton") is not None
 HAS_NUMBA = find_spec("numba") is not None
@@ -156,5 +158,5 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
 
 
 def _reference(args: Sequence) -> Kernel:
-    wide = torch.float64 if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args) else torch.float32
+    wide = accumulator(*[a for a in args if isinstance(a, Tensor)])
     return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)

@@ -6,7 +6,6 @@ the value and the gradients of queries, rows are queries and points come by; for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from .. import jit
 from ..op.gpu import accumulator, cdiv, power_of_2
 from ._gpu_index import LEAF
-from ._gpu_search import lowest, meet, near_points, next_leaf, number, query_tile, root
+from ._gpu_search import Config, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
 
 
 class Problem(NamedTuple):
@@ -37,12 +36,6 @@ class Problem(NamedTuple):
     columns: bool = False  # rows are points
     coordinates: bool = False  # have gradients
     features: bool = False  # have gradients
-
-
-@dataclass(frozen=True)
-class Config:
-    block_q: int  # rows of a program
-    num_warps: int
 
 
 MOST_F = 128  # features that one program sums
@@ -82,16 +75,6 @@ def launch_gradients(p: Problem, config: Config) -> jit.Launch:
 
 
 SIZES = ["M", "N", "S", "F", "NODES", "TILES", "R_HIGH", "R_LOW", "W_HIGH", "W_LOW"]
-
-
-@triton.jit
-def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
-    """1/σ"""
-    if sigma is not None:
-        rate = 1.0 / tl.load(sigma + b).to(ACC)
-    else:
-        rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
-    return rate
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..jit import Launch
-from ..op.gpu import bind, cdiv
+from ..op.gpu import cdiv, launch
 from ..op.plan import Determinism, Kernel
 from .point_index.reference import nodes
 
@@ -50,12 +49,12 @@ def build(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor,
         return order, ordered, boxes
     blocks = cdiv(N, BLOCK)
     keys = torch.empty(B, N, dtype=torch.int32 if point_offsets is None else torch.int64, device=device)
-    _start(_codes, (points, point_offsets, keys, boxes), (B * blocks, 1, 1), (N, S, blocks, room), (D, BLOCK))
+    launch(_codes, (points, point_offsets, keys, boxes), (B * blocks, 1, 1), (N, S, blocks, room), (D, BLOCK), 4, fp_fusion=False)
     keys, place = torch.sort(keys, dim=-1, stable=True)
     tensors = (points, keys, place, order, ordered, boxes)
-    _start(_leaves, tensors, (B * count.boxes, 1, 1), (N, *count, room), (D,))
+    launch(_leaves, tensors, (B * count.boxes, 1, 1), (N, *count, room), (D,), 4, fp_fusion=False)
     if count.tops:
-        _start(_tops, (boxes,), (B * count.tops, 1, 1), (*count, room), (D,), 1)
+        launch(_tops, (boxes,), (B * count.tops, 1, 1), (*count, room), (D,), 1, fp_fusion=False)
     return order, ordered, boxes
 
 
@@ -66,10 +65,6 @@ def plan(points: Tensor, point_offsets: Tensor | None) -> list[Kernel]:
     names = ["_codes", "torch.sort", "_leaves", "_tops"][: 4 if count.tops else 3] if B * N else []
     writes = {"_leaves": ("order", "sorted", "boxes"), "_tops": ("boxes",)}
     return [Kernel(name, writes.get(name, ()), points.dtype, Determinism.BATCH_INVARIANT, room) for name in names]
-
-
-def _start(kernel, tensors, grid, sizes, constants, num_warps: int = 4) -> None:
-    bind(kernel, tensors, Launch(grid, sizes, constants, num_warps, fp_fusion=False))(*tensors)
 
 
 @triton.jit

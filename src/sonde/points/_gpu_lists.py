@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import triton.language as tl
 from .. import jit
 from ..op.gpu import cdiv
 from ._gpu_index import LEAF
-from ._gpu_search import lowest, meet, near_points, next_leaf, number, query_tile
+from ._gpu_search import Config, lowest, meet, near_points, next_leaf, number, query_tile
 
 
 class Problem(NamedTuple):
@@ -27,12 +26,6 @@ class Problem(NamedTuple):
     radius: tuple[int, int]  # r², in two integers
     coords: torch.dtype
     writes: bool  # or counts
-
-
-@dataclass(frozen=True)
-class Config:
-    block_q: int  # queries of a program
-    num_warps: int
 
 
 def default_config(p: Problem) -> Config:

@@ -6,7 +6,6 @@ are taken out in order, which is the order of the results and of the sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from .. import jit
 from ..op.gpu import accumulator, cdiv, power_of_2
 from ._gpu_index import LEAF
-from ._gpu_search import NONE, first_bound, lowest, meet, near_points, next_leaf, number, query_tile, root
+from ._gpu_search import NONE, Config, first_bound, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
 
 
 class Problem(NamedTuple):
@@ -36,12 +35,6 @@ class Problem(NamedTuple):
     coords: torch.dtype
     wide: torch.dtype
     int64: bool
-
-
-@dataclass(frozen=True)
-class Config:
-    block_q: int  # queries of a program
-    num_warps: int
 
 
 def default_config(p: Problem) -> Config:
@@ -163,10 +156,7 @@ def _nearest(
     if LIMITED:
         tl.store(truncated + b * M + row, tl.maximum(count - K, 0).to(truncated.dtype.element_ty), mask=in_q)
     if features is not None:
-        if sigma is not None:
-            rate = 1.0 / tl.load(sigma + b).to(ACC)
-        else:
-            rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
+        rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
         features += b * N * F
     for f0 in range(0, tl.maximum(F, 1), BLOCK_F):
         left = best

@@ -7,7 +7,6 @@ point adds such chunks and the pairs before and behind them. Nothing is atomic, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import jit
-from ..op.gpu import accumulator, bind, cdiv, power_of_2
+from ..op.gpu import accumulator, cdiv, power_of_2
+from ..op.gpu import launch as start
 from ._gpu_index import coordinates
-from ._gpu_search import number
+from ._gpu_search import Config, rate_of
 
 CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
 BLOCK = 1024  # pairs of a program where each is one thread's
@@ -37,12 +37,6 @@ class Problem(NamedTuple):
     width: tuple[int, int]  # σ, where it is no tensor
     wide: torch.dtype
     int64: bool
-
-
-@dataclass(frozen=True)
-class Config:
-    block_q: int  # queries of a program
-    num_warps: int
 
 
 def block_of(F: int) -> int:
@@ -110,10 +104,7 @@ def _pairs(
     there = i >= 0
     d = tl.load(distances + at, mask=there, other=0).to(ACC)
     if features is not None:
-        if sigma is not None:
-            rate = 1.0 / tl.load(sigma + b).to(ACC)
-        else:
-            rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
+        rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
         least = tl.min(tl.where(there, d, float("inf")), 0)
         least = tl.where(least < float("inf"), least, 0.0)
         e = tl.where(there, tl.exp((least[None, :] - d) * rate), 0.0)
@@ -182,7 +173,7 @@ def runs(keys: Tensor, targets: int) -> Runs:
     bounds = torch.zeros(2, targets, dtype=torch.int32, device=keys.device)
     keys, place = torch.sort(keys.flatten(), stable=True)
     n = keys.shape[0]
-    _start(_runs, (keys, bounds), (cdiv(n, BLOCK), 1, 1), (n, targets), (BLOCK,), 4)
+    start(_runs, (keys, bounds), (cdiv(n, BLOCK), 1, 1), (n, targets), (BLOCK,), 4)
     return Runs(keys, place, bounds)
 
 
@@ -203,12 +194,8 @@ def sums(
     block_t = max(1, min(8, 512 // block_f))
     tensors = (of.keys, of.place, of.bounds, source, weights, rows, slopes, here, there, partial)
     constants = (D, k, block_f, accumulator(wide), CHUNK)
-    _start(_chunks, tensors, (chunks, tiles_f, 1), (n, T, F), (*constants, max(2, 512 // block_f)), 1)
-    _start(_sums, (*tensors, d_rows, d_here), (cdiv(T, block_t), tiles_f, 1), (n, T, F), (*constants, block_t), 1)
-
-
-def _start(kernel, tensors, grid, sizes, constants, num_warps: int) -> None:
-    bind(kernel, tensors, jit.Launch(grid, sizes, constants, num_warps))(*tensors)
+    start(_chunks, tensors, (chunks, tiles_f, 1), (n, T, F), (*constants, max(2, 512 // block_f)), 1)
+    start(_sums, (*tensors, d_rows, d_here), (cdiv(T, block_t), tiles_f, 1), (n, T, F), (*constants, block_t), 1)
 
 
 @triton.jit(do_not_specialize=["P", "T"])

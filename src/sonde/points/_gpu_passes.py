@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..op.dtypes import accumulator
 from ..op.plan import Determinism, Kernel
 from . import _gpu_ball as balls
 from . import _gpu_nearest as neighbours
 from . import _gpu_pairs as pairs
 from ._gpu_search import halves
-from ._reference import accumulator
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 

@@ -12,6 +12,7 @@ box is farther than a point in it, to the last bit, and nothing is lost to round
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -19,6 +20,14 @@ import triton.language as tl
 from ._gpu_index import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
 
 NONE = tl.constexpr(0x7FFFFFFF)  # no point
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of every kernel that has a tile of queries, or of whatever rows are."""
+
+    block_q: int  # of a program
+    num_warps: int
 
 
 def halves(x: float) -> tuple[int, int]:
@@ -31,6 +40,16 @@ def halves(x: float) -> tuple[int, int]:
 def number(HIGH, LOW):
     bits = (HIGH.to(tl.int64) << 32) | (LOW.to(tl.int64) & 0xFFFFFFFF)
     return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
+    """1/σ"""
+    if sigma is not None:
+        rate = 1.0 / tl.load(sigma + b).to(ACC)
+    else:
+        rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
+    return rate
 
 
 @triton.jit

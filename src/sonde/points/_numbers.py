@@ -12,15 +12,19 @@ from torch import Tensor
 DIMENSIONS = 3  # that kernels have; more go through the reference
 
 
-def plain(x: Any) -> bool:
-    """Whether `x` is a tensor with memory of its own that nobody traces."""
+def in_sight(*tensors: Tensor) -> bool:
+    """Whether numbers may be looked at: nobody traces, maps or plans."""
     return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
-        and x.device.type != "meta"
+        and all(t.device.type != "meta" for t in tensors)
     )
+
+
+def plain(x: Any) -> bool:
+    """Whether `x` is a tensor with memory of its own that nobody traces."""
+    return type(x) in (Tensor, torch.nn.Parameter) and in_sight(x)
 
 
 def offsets(name: str, argument: str, value: Any, count: int, device: torch.device) -> Tensor:
@@ -44,14 +48,6 @@ def offsets(name: str, argument: str, value: Any, count: int, device: torch.devi
 
 def _brief(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) <= 12 else f"[{', '.join(map(str, numbers[:8]))}, … {numbers[-1]}]"
-
-
-def at_least_one(name: str, argument: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: {argument} must be an integer >= 1; got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name}: {argument} must be an integer >= 1; got {value}")
-    return value
 
 
 def positive(name: str, argument: str, value: Any) -> float:

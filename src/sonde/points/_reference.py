@@ -9,15 +9,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from ..op.dtypes import accumulator
+from ._numbers import in_sight
+
 CHUNK = 2**24  # distances in memory at one time, while no gradient is at stake
-
-
-def accumulator(*operands: Tensor | None) -> torch.dtype:
-    """float32, or float64 when any operand is float64."""
-    for t in operands:
-        if t is not None and t.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
 
 
 def squared(parts: tuple[Tensor, ...]) -> Tensor:
@@ -68,7 +63,7 @@ def nearest(
 
 
 def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) -> tuple[Tensor, Tensor]:
-    N, in_sight = points.shape[1], _in_sight(queries, points)
+    N, known = points.shape[1], in_sight(queries, points)
     d2 = squared(tuple(q[:, :, None] - p[:, None] for q, p in zip(queries.unbind(-1), points.unbind(-1))))
     seen = (d2 <= bound) & (d2 < torch.inf)  # false for NaN
     if mine is not None:
@@ -77,8 +72,8 @@ def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) 
         seen = seen & (mine[:, None] == theirs) & inside[:, None]
     d2, count = torch.where(seen, d2, torch.inf), seen.sum(-1)
     if k is None:  # no longer than the longest list, where one may look
-        k = (int(count.max()) if count.numel() else 0) if in_sight else N
-    if in_sight and d2.dtype == torch.float32 and k < N:  # the same as below, for less
+        k = (int(count.max()) if count.numel() else 0) if known else N
+    if known and d2.dtype == torch.float32 and k < N:  # the same as below, for less
         keys = (d2.view(torch.int32).long() << 32) | torch.arange(N, device=d2.device)
         order = keys.topk(k, largest=False).indices
         d2 = d2.gather(-1, order)
@@ -90,16 +85,6 @@ def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) 
 def _padded(indices: Tensor, k: int) -> Tensor:
     missing = k - indices.shape[-1]
     return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing else indices
-
-
-def _in_sight(*tensors: Tensor) -> bool:
-    """Whether numbers may be looked at: nobody traces, maps or plans."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(t.device.type != "meta" for t in tensors)
-    )
 
 
 def rows_at(x: Tensor, indices: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...op.dtypes import accumulator
 from .. import _pyramid as pyramid
-from .._reference import accumulator
 
 
 def deformable_aggregation(

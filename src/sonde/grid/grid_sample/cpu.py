@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ...op.cpu import exact_part, jit, part, run
+from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
-from .._reference import accumulator, joint_batch
+from .._reference import joint_batch
 from ._cpu_few import FEW, FEW_BLOCK, few_dots, few_forward, few_scatter
 from ._cpu_taps import axis
 

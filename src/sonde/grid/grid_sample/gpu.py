@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ... import jit
 from ...op.cache import remember
+from ...op.dtypes import accumulator
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
 from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
-from .._reference import accumulator, joint_batch
+from .._reference import joint_batch
 from .gpu_kernels import gradients, problem, sample, units
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do

@@ -7,8 +7,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ...op.dtypes import accumulator
 from ...op.library import memory_format
-from .._reference import accumulator, joint_batch
+from .._reference import joint_batch
 
 A = -0.75  # of the cubic kernel, as every user of images has it
 

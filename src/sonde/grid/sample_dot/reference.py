@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .._reference import accumulator, taps
+from ...op.dtypes import accumulator
+from .._reference import taps
 
 
 def sample_dot(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None = None, num_octaves: int = 0) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._reference import accumulator, taps
+from ...op.dtypes import accumulator
+from .._reference import taps
 
 
 def sample_sum(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...op import checks
 from ...op.library import operator
 from ...op.plan import Impl
 from .. import _points as shared
-from .._numbers import at_least_one
 from ..point_index.api import PointIndex
 from . import reference
 
@@ -26,7 +26,7 @@ class Neighbors(NamedTuple):
 
 def _check(queries: Tensor, points: Tensor, *rest) -> dict[str, int]:
     *others, k = rest
-    at_least_one(NAME, "k", k)
+    checks.count(NAME, "k", k, 1)
     return shared.check(NAME, None, queries, points, *others)
 
 
@@ -50,7 +50,7 @@ _knn = operator(
 
 def arguments(queries, points, k, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    form = shared.form(NAME, queries, points, k=at_least_one(NAME, "k", k), index=index, batch=batch, impl=impl)
+    form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
     return (*form.operands(), k)
 
 
@@ -93,6 +93,6 @@ def knn(
         >>> sonde.knn(torch.zeros(1, 2), points, 2)
         Neighbors(distances=tensor([[0., 1.]]), indices=tensor([[0, 2]]))
     """
-    form = shared.form(NAME, queries, points, k=at_least_one(NAME, "k", k), index=index, batch=batch, impl=impl)
+    form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
     distances, indices = _knn(*form.operands(), k, impl=form.impl)
     return Neighbors(form.rows(distances), form.rows(indices))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...op import checks
 from ...op.library import operator
 from ...op.plan import Impl
 from .. import _points as shared
-from .._numbers import at_least_one
 from ..point_index.api import PointIndex
 from . import reference
 
@@ -17,7 +17,7 @@ NAME = "knn_aggregate"
 
 def _check(queries: Tensor, points: Tensor, features: Tensor, *rest) -> dict[str, int]:
     *others, sigma, _width, k = rest
-    at_least_one(NAME, "k", k)
+    checks.count(NAME, "k", k, 1)
     n = shared.check(NAME, features, queries, points, *others, aggregates=True)
     shared.check_sigma(NAME, sigma, n["B"])
     return n
@@ -44,7 +44,7 @@ _knn_aggregate = operator(
 
 
 def _form(queries, points, features, k, sigma, index, batch, impl) -> tuple[shared.Form, tuple]:
-    at_least_one(NAME, "k", k)
+    checks.count(NAME, "k", k, 1)
     form = shared.form(NAME, queries, points, features, k=k, index=index, batch=batch, impl=impl, aggregates=True)
     return form, (*form.operands(), *shared.widths(NAME, sigma, form), k)
 

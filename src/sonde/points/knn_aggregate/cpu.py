@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ...op.cpu import jit, part, run
+from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
 from .._cpu_rows import copied, dense, dot, widths
 from .._cpu_segments import lists, sums
-from .._reference import accumulator
 
 NAMES = ("queries", "points", "features", "sigma")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...op.dtypes import accumulator
 from ...op.library import operator
 from ...op.plan import Impl
 from .. import _points as shared
 from .._numbers import positive
-from .._reference import accumulator
 from ..point_index.api import PointIndex
 from . import reference
 

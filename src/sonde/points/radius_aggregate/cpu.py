@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...op.cpu import exact_part, jit, run
+from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
 from .._cpu_rows import copied, dense, dot, widths
-from .._reference import accumulator
 
 NAMES = ("queries", "points", "features", "sigma")
 

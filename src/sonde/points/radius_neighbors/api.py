@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...op import checks
 from ...op.library import operator
 from ...op.plan import Impl
 from .. import _points as shared
-from .._numbers import at_least_one, positive
+from .._numbers import positive
 from ..point_index.api import PointIndex
 from . import reference
 
@@ -28,7 +29,7 @@ class NeighborsWithin(NamedTuple):
 def _check(queries: Tensor, points: Tensor, *rest) -> dict[str, int]:
     *others, radius, k = rest
     positive(NAME, "radius", radius)
-    at_least_one(NAME, "k", k)
+    checks.count(NAME, "k", k, 1)
     return shared.check(NAME, None, queries, points, *others)
 
 
@@ -54,7 +55,7 @@ _radius_neighbors = operator(
 
 def _form(queries, points, radius, k, index, batch, impl) -> tuple[shared.Form, float]:
     radius = positive(NAME, "radius", radius)
-    return shared.form(NAME, queries, points, k=at_least_one(NAME, "k", k), index=index, batch=batch, impl=impl), radius
+    return shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl), radius
 
 
 def arguments(queries, points, radius, k, index=None, batch=None, impl="auto") -> tuple:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...op.dtypes import accumulator
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_lists as lists
 from .. import _gpu_pairs as pairs
 from .. import _gpu_passes as passes
 from .._gpu_search import halves
-from .._reference import accumulator
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
