@@ -197,7 +197,7 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
         assert r["environment"]["sonde"] == __version__
         assert "commit" in r["environment"]
         more = {"grid_sample": 4, "deformable_aggregation": 32, "ms_deform_attn": 16}  # no octaves; but cameras, levels, heads
-        more |= {"knn_aggregate": 4, "radius_aggregate": 4 / 3 * 64}  # half a batch; of how many neighbours is a guess
+        more |= {"knn_aggregate": 4, "radius_aggregate": 4 / 3}  # half a batch; one neighbour, unless a case knows better
         channels = more.get(r["operator"], 8)
         assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
         options = {

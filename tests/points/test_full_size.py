@@ -24,6 +24,9 @@ def check(layout, M, N, k, device):
     found = sonde.knn(queries, points, k, index=index)
     assert torch.equal(found.indices, want)
     assert torch.equal(found.indices, sonde.knn(queries, points, k).indices)
+    some = queries[:2000]
+    apart = torch.cdist(some, points, compute_mode="donot_use_mm_for_euclid_dist")
+    torch.testing.assert_close(found.distances[:2000], apart.topk(k, largest=False).values, rtol=1e-6, atol=1e-7)
     far = found.distances[:, -1].median().item()
     within = sonde.radius_search(queries, points, far, index=index)
     inside = found.distances <= far
@@ -34,9 +37,12 @@ def check(layout, M, N, k, device):
 
 SIZES = [
     ("tutorial", 27_000, 100_000, 7),
-    ("clusters", 20_000, 300_000, 7),
-    ("ellipsoid", 20_000, 300_000, 16),
-    ("uniform", 5_000, 10**6, 3),
+    ("uniform_cube", 100_000, 300_000, 7),
+    ("clusters", 100_000, 300_000, 7),
+    ("ellipsoid", 100_000, 300_000, 16),
+    ("near_surface", 200_000, 300_000, 7),
+    ("box_of_surface", 524_288, 300_000, 7),
+    ("uniform_cube", 5_000, 10**6, 64),
 ]
 
 

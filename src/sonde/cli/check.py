@@ -30,9 +30,14 @@ class Verdict:
 
 
 class Truth:
-    """What a case should give, computed once in float64 and held against each contender."""
+    """What a case should give, computed once in float64 and held against each contender.
+
+    Where there are more queries than the operator's cases call `CHECKED`, it looks at every n-th: at their values, and at the
+    gradients of a cotangent that is zero for the others.
+    """
 
     def __init__(self, operator: Operator, args: Sequence, cotangent: Tensor, taps: int):
+        self.seen = (slice(None),) * operator.result + (slice(None, None, every(operator, cotangent)),)
         self.names = [name for name, a in zip(operator.arguments, args) if isinstance(a, Tensor)]
         self.dtype = cotangent.dtype
         exact = dict(zip(operator.arguments, args))
@@ -46,15 +51,24 @@ class Truth:
         if self.dtype not in FIXED:
             rounded = _definition(operator, args, cotangent, torch.float32, taps)
             dtypes = [self.dtype, *(a.dtype for a in args if isinstance(a, Tensor))]
-            floor = self._errors([x.to(dtype) for x, dtype in zip(rounded, dtypes)])
+            floor = self._errors(*(x.to(dtype) for x, dtype in zip(rounded, dtypes)))
             self.tolerances = {k: max(OF_REFERENCE * e, FIXED[torch.float32]) for k, e in floor.items()}
 
-    def _errors(self, found: Sequence[Tensor | None]) -> dict[str, float]:
-        return {k: relative_error(x, y) for k, x, y in zip(["out", *self.names], found, self.exact)}
+    def _errors(self, out: Tensor, *grads: Tensor | None) -> dict[str, float]:
+        exact, *others = self.exact
+        pairs = zip(["out", *self.names], [out[self.seen], *grads], [exact[self.seen], *others])
+        return {k: relative_error(x, y) for k, x, y in pairs}
 
-    def judge(self, function: Callable, args: Sequence, cotangent: Tensor) -> Verdict:
-        out, grads = forward_backward(function, args, cotangent)
-        return Verdict(self._errors([out, *grads]), self.tolerances)
+    def judge(self, function: Callable, args: Sequence, cotangent: Tensor | None) -> Verdict:
+        """Of the value and the gradients; without a cotangent, of the value."""
+        out, grads = (function(*args), ()) if cotangent is None else forward_backward(function, args, cotangent)
+        return Verdict(self._errors(out, *grads), self.tolerances)
+
+
+def every(operator: Operator, result: Tensor) -> int:
+    """n, if the truth looks at every n-th query."""
+    Q = result.shape[operator.result]
+    return max(1, -(-Q // getattr(operator.cases, "CHECKED", Q or 1)))
 
 
 def relative_error(x: Tensor | None, exact: Tensor) -> float:
@@ -98,17 +112,19 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
     wide: Mapping = {k: a.to(dtype) if isinstance(a, Tensor) else a for k, a in zip(operator.arguments, args)}
     out = torch.zeros_like(cotangent, dtype=dtype, memory_format=torch.contiguous_format)
     grads = {k: torch.zeros_like(a) for k, a in wide.items() if isinstance(a, Tensor)}
-    along, Q = operator.queries, cotangent.shape[operator.result]
-    step = max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 numbers per tap are alive at once
+    along, Q, n = operator.queries, cotangent.shape[operator.result], every(operator, cotangent)
+    step = n * max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 numbers per tap are alive at once
     for start in range(0, Q, step):
-        n = min(step, Q - start)
-        part = leaves([a.narrow(along[k], start, n) if k in along else a for k, a in wide.items()])
-        given = cotangent.narrow(operator.result, start, n).to(dtype)
-        value, found = forward_backward(operator.reference, part, given)
-        out.narrow(operator.result, start, n).copy_(value.detach())
+
+        def rows(x: Tensor, dim: int | None, start: int = start) -> Tensor:
+            return x if dim is None else x[(slice(None),) * dim + (slice(start, start + step, n),)]
+
+        part = leaves([rows(a, along.get(k)) if isinstance(a, Tensor) else a for k, a in wide.items()])
+        value, found = forward_backward(operator.reference, part, rows(cotangent, operator.result).to(dtype))
+        rows(out, operator.result).copy_(value.detach())
         for (k, total), grad in zip(grads.items(), found):
             if grad is not None:
-                (total.narrow(along[k], start, n) if k in along else total).add_(grad)
+                rows(total, along.get(k)).add_(grad)
     return [out, *grads.values()]
 
 

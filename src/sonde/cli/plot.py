@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 SUFFIXES = (".png", ".svg", ".pdf")
 OURS, OURS_BACKWARD, THEIRS = "#1b6ca8", "#7fb2d9", "#c9c9c9"
+ABSENT = dict.fromkeys(("graph_ms", "call_ms", "peak_mib"), float("nan"))  # of a contender that did not run
 
 
 def save(records: Sequence[dict], file: str, title: str = "") -> bool:
@@ -44,10 +45,10 @@ def _draw(records: Sequence[dict], file: str, title: str) -> None:
         bars = [("forward", OURS)] + [("forward_backward", OURS_BACKWARD)] * both
         height = 0.72 / len(bars)
         for i, (name, colour) in enumerate(bars):
-            values = [r["speedup"]["eager"][name][kind] for r in records]
+            values = [r["speedup"]["eager"].get(name, ABSENT)[kind] for r in records]
             at = [row + (i - (len(bars) - 1) / 2) * height for row in rows]
             drawn = speed.barh(at, values, height * 0.92, color=colour, label=name.replace("_", " + "))
-            speed.bar_label(drawn, [f"{v:.1f}×" for v in values], padding=3)
+            speed.bar_label(drawn, ["–" if v != v else f"{v:.1f}×" for v in values], padding=3)
         speed.axvline(1, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
         speed.set_title("Times faster than eager" + (" (device time)" if gpu else ""), loc="left")
         speed.set_yticks(list(rows), names)
@@ -56,9 +57,9 @@ def _draw(records: Sequence[dict], file: str, title: str) -> None:
 
         height = 0.36
         for i, (name, label, colour) in enumerate((("sonde", "sonde", bars[-1][1]), ("eager", "eager PyTorch", THEIRS))):
-            values = [r["figures"][name][phase]["peak_mib"] for r in records]
+            values = [r["figures"][name].get(phase, ABSENT)["peak_mib"] for r in records]
             drawn = memory.barh([row + (i - 0.5) * height for row in rows], values, height * 0.92, color=colour, label=label)
-            memory.bar_label(drawn, [f"{v:,.0f}" if v >= 10 else f"{v:.1f}" for v in values], padding=3)
+            memory.bar_label(drawn, ["–" if v != v else f"{v:,.0f}" if v >= 10 else f"{v:.1f}" for v in values], padding=3)
         memory.set_title(f"Peak extra memory, {phase.replace('_', ' + ')} (MiB)", loc="left")
         _legend(memory, 2)
 

@@ -149,12 +149,15 @@ def operator(
             out = _tuple(output)
             if no_grad:
                 ctx.mark_non_differentiable(*[out[i] for i in no_grad])
+                ctx.set_materialize_grads(g > 1)  # nobody reads zeros in place of the gradients that are not there
             ctx.save_for_backward(*[args[i] for i in tensors], *[out[i] for i in saved])
 
         @staticmethod
         def backward(ctx, *grads):
             if no_grad:
                 grads = tuple([grads[i] for i in graded])
+            if grads[0] is None:  # what was computed of the result does not depend on it
+                return (None,) * (2 + count)
             args = (*grads, *_merge(ctx.saved_tensors, ctx.values))
             asked = ctx.needs_input_grad
             needs = [asked[2 + i] for i in wanted]

@@ -53,16 +53,21 @@ KNN = {
     "geotransolver": dict(M=200_000, N=300_000, F=32, k=7, layout="near_surface"),
     "domino": dict(M=524_288, N=300_000, F=16, k=7, layout="box_of_surface"),
 }
+# and about as many neighbours each
 RADIUS = {
-    "tutorial": dict(M=27_000, N=25_000, F=25, radius=0.1, sigma=0.1, layout="tutorial"),
-    "tutorial_far": dict(M=27_000, N=25_000, F=25, radius=0.2, sigma=0.1, layout="tutorial"),
-    "tutorial_wide": dict(M=27_000, N=25_000, F=128, radius=0.2, sigma=0.1, layout="tutorial"),
-    "uniform": dict(M=100_000, N=300_000, F=25, radius=0.05, sigma=0.1, layout="uniform_cube"),
-    "ellipsoid": dict(M=100_000, N=300_000, F=25, radius=0.02, sigma=0.1, layout="ellipsoid"),
-    "clusters": dict(M=100_000, N=300_000, F=25, radius=0.002, sigma=0.1, layout="clusters"),
-    "geotransolver": dict(M=200_000, N=300_000, F=32, radius=0.02, sigma=0.1, layout="near_surface"),
-    "domino": dict(M=524_288, N=300_000, F=16, radius=0.05, sigma=0.1, layout="box_of_surface"),
+    "tutorial": dict(M=27_000, N=25_000, F=25, radius=0.1, near=4, sigma=0.1, layout="tutorial"),
+    "tutorial_far": dict(M=27_000, N=25_000, F=25, radius=0.2, near=32, sigma=0.1, layout="tutorial"),
+    "tutorial_wide": dict(M=27_000, N=25_000, F=128, radius=0.2, near=32, sigma=0.1, layout="tutorial"),
+    "uniform": dict(M=100_000, N=300_000, F=25, radius=0.05, near=19, sigma=0.1, layout="uniform_cube"),
+    "ellipsoid": dict(M=100_000, N=300_000, F=25, radius=0.02, near=106, sigma=0.1, layout="ellipsoid"),
+    "clusters": dict(M=100_000, N=300_000, F=25, radius=0.002, near=479, sigma=0.1, layout="clusters"),
+    "geotransolver": dict(M=200_000, N=300_000, F=32, radius=0.02, near=62, sigma=0.1, layout="near_surface"),
+    "domino_0.01": dict(M=524_288, N=300_000, F=16, radius=0.01, near=1, sigma=0.1, layout="box_of_surface"),
+    "domino_0.02": dict(M=524_288, N=300_000, F=16, radius=0.02, near=3, sigma=0.1, layout="box_of_surface"),
+    "domino_0.05": dict(M=524_288, N=300_000, F=16, radius=0.05, near=52, sigma=0.1, layout="box_of_surface"),
+    "domino_0.1": dict(M=524_288, N=300_000, F=16, radius=0.1, near=416, sigma=0.1, layout="box_of_surface"),
 }
+CHECKED = 2**15  # queries that a benchmark's truth looks at: each is compared with every point
 
 
 def cloud(

@@ -61,10 +61,16 @@ def build(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor,
 def plan(points: Tensor, point_offsets: Tensor | None) -> list[Kernel]:
     """What :func:`build` launches."""
     B, N, _ = points.shape
-    count, room = levels(N), B * N * ((8 if point_offsets is None else 16) + 8)  # keys, as they are and sorted, and where they were
+    count, key = levels(N), 4 if point_offsets is None else 8
+    room = B * N * (key + sorting(key))
     names = ["_codes", "torch.sort", "_leaves", "_tops"][: 4 if count.tops else 3] if B * N else []
     writes = {"_leaves": ("order", "sorted", "boxes"), "_tops": ("boxes",)}
     return [Kernel(name, writes.get(name, ()), points.dtype, Determinism.BATCH_INVARIANT, room) for name in names]
+
+
+def sorting(key: int) -> int:
+    """Bytes that ``torch.sort`` takes for each key of that size: sorted keys, where they were, numbers to begin with, buffers."""
+    return (key + 8) + 8 + (key + 8)
 
 
 @triton.jit

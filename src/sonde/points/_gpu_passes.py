@@ -14,6 +14,7 @@ from ..op.plan import Determinism, Kernel
 from . import _gpu_ball as balls
 from . import _gpu_nearest as neighbours
 from . import _gpu_pairs as pairs
+from ._gpu_index import sorting
 from ._gpu_search import halves
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
@@ -229,7 +230,7 @@ def plan_pairs(
     steps: list[tuple[str, tuple[str, ...], Determinism]] = []
     if of_points or of_features:
         part = n // pairs.CHUNK * (of_features * problem.F + of_points * D) * wide.itemsize
-        room += 8 * B * N + n * (key + 8) + max(n * key, part)
+        room += 8 * B * N + max(n * (key + sorting(key)), n * (key + 8) + part)
         writes = tuple(name for name, need in (("points", of_points), ("features", of_features)) if need)
         names = {"torch.sort": (), "_runs": (), **({"_chunks": ()} if n >= pairs.CHUNK else {}), "_sums": writes}
         steps = [(name, writes, Determinism.RUN_TO_RUN) for name, writes in names.items()]

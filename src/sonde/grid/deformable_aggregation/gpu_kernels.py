@@ -300,11 +300,15 @@ def _aggregate_gradients(
     UNROLL: tl.constexpr,
     SPAN: tl.constexpr,  # groups of a tile
 ):
-    """All gradients in one pass over the samples that see something, for each all channels; zeros for the others."""
+    """All gradients in one pass over the samples that see something, for each all channels; zeros for the others.
+
+    A slice has every SLICES-th sample, and slices take turns. Cameras are neighbours among samples: if there are as many slices, or
+    a multiple, all programs look at one camera at a time, and that fits into the cache.
+    """
     READS: tl.constexpr = d_locations is not None or d_weights is not None
-    anchor = tl.program_id(0) // SLICES
-    b, anchor = (anchor // A).to(tl.int64), anchor.to(tl.int64)
-    begin, end = slice_of(tl.program_id(0) % SLICES, N, SLICES)
+    i = tl.program_id(0)
+    b, slice = (i // A // SLICES).to(tl.int64), i // A % SLICES
+    anchor, count = b * A + i % A, tl.cdiv(N - slice, SLICES)
     if READS:
         image = features + b * (BATCH // VECTOR * VECTOR)
     if d_features is not None:
@@ -316,19 +320,19 @@ def _aggregate_gradients(
     if d_weights is not None:
         d_weights += anchor * N * (L * G)
     c = tl.arange(0, BLOCK_C)[None, :]
-    for n0 in range(begin, end, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        seen = visible(locations, shapes, starts, n, n < end, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
-        unseen = (n < end) & (seen == 0)
+    for m in range(0, count, BLOCK_N):
+        n = slice + (m + tl.arange(0, BLOCK_N)) * SLICES
+        seen = visible(locations, shapes, starts, n, n < N, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
+        unseen = (n < N) & (seen == 0)
         if d_locations is not None:
             clear(d_locations, n, unseen, 2, BLOCK_N)
         if d_weights is not None:
             clear(d_weights, n, unseen, L * G, BLOCK_N)
         rank = tl.cumsum(seen.to(tl.int32), 0)
-        count = tl.max(rank, 0)
-        for j in range(0, count, ROWS):
-            here, sample = pick(rank, j, count, ROWS)
-            sample += n0
+        some = tl.max(rank, 0)
+        for j in range(0, some, ROWS):
+            here, sample = pick(rank, j, some, ROWS)
+            sample = slice + (m + sample) * SLICES
             v, u = fetch(locations, sample, here, ACC)
             g_v = tl.zeros([ROWS, BLOCK_C], ACC)  # sums over channels stay apart by channel of the tile until the end
             g_u = tl.zeros([ROWS, BLOCK_C], ACC)

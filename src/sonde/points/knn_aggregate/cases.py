@@ -11,7 +11,7 @@ from .._reference import searching_in as exactly
 __all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
 SMALL, BENCH = {**_cases.SMALL, **_cases.WEIGHED}, _cases.KNN
 LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING, apart = _cases.IN_FULL, _cases.VANISHING, _cases.apart
+IN_FULL, VANISHING, CHECKED, apart = _cases.IN_FULL, _cases.VANISHING, _cases.CHECKED, _cases.apart
 
 
 def make(k: int = 3, **sizes) -> tuple:

@@ -11,7 +11,7 @@ from .._reference import searching_in as exactly
 __all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
 SMALL, BENCH = {**_cases.SMALL, **_cases.WEIGHED}, _cases.RADIUS
 LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING, apart = _cases.IN_FULL, _cases.VANISHING, _cases.apart
+IN_FULL, VANISHING, CHECKED, apart = _cases.IN_FULL, _cases.VANISHING, _cases.CHECKED, _cases.apart
 
 
 def make(radius: float = 1.2, **sizes) -> tuple:
@@ -30,6 +30,6 @@ def eager(queries: Tensor, points: Tensor, features: Tensor, radius: float, sigm
     return torch.cat(out)
 
 
-def count(M: int, N: int, F: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
-    """Elements that must move at least once, and features of neighbours, of which 64 are taken for granted."""
-    return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=64 * B * M * F)
+def count(M: int, N: int, F: int, dims: int = 3, B: int = 1, near: int = 1, **_) -> dict[str, int]:
+    """Elements that must move at least once, and features of neighbours, of which a query has about `near`."""
+    return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=near * B * M * F)
