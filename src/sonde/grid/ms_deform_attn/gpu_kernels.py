@@ -179,7 +179,7 @@ def _attend(
 
 @triton.jit
 def which(Q, HEADS: tl.constexpr, QUERIES: tl.constexpr):
-    """The image, head and first query of a program. Heads take turns, so that what programs read at one time fits into the cache."""
+    """The image, head and first query of a program. Heads take turns, so that what is read at one time fits into the cache."""
     blocks = tl.cdiv(Q, QUERIES)
     i = tl.program_id(0)
     return (i // blocks // HEADS).to(tl.int64), i // blocks % HEADS, i % blocks * QUERIES
