@@ -22,7 +22,6 @@ from .._gpu_pyramid_expected import gradients, host, parts
 from .._gpu_taps import corners, interpolate
 
 BLOCK_N = 128  # samples that are looked at together
-MANY = 512  # samples of an anchor, of which several are in flight together
 
 
 class Problem(NamedTuple):
@@ -87,16 +86,17 @@ def _most_groups(p: Problem) -> int:
 def default_config(p: Problem) -> Config:
     """One warp whose threads have one access each, of 16 bytes, and sixteen sums.
 
-    A gradient has all groups of one sample in a tile, or one group of several where there are many. What decides the order of a
-    sum does not depend on the batch.
+    A gradient has all groups of one sample in a tile, and as many slices as keep a device busy, a camera in each. What decides the
+    order of a sum does not depend on the batch.
     """
     if not p.gradients:
         vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
         tiles = max(1, min(16 // vector, 8, _tiles(p)))
         return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1, 1, 1)
     vector = vector_of(4, p.row, _group(p), _block_c(p))
-    groups = 1 if p.N >= MANY else _most_groups(p)
-    return Config(max(1, 32 * vector // (groups * _block_c(p))), 1, 1, slices_of(p.A, p.N, 2048, 39), groups, 1)
+    groups, slices = _most_groups(p), slices_of(p.A, p.N, 12288, 4)
+    slices = round(slices / p.cams) * p.cams if 0 < p.cams <= slices else slices
+    return Config(max(1, 32 * vector // (groups * _block_c(p))), 1, 1, slices, groups, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
@@ -107,7 +107,8 @@ def candidate_configs(p: Problem) -> list[Config]:
         first.append(default._replace(rows=max(1, 128 // (groups * block_c)), groups=groups, num_warps=warps))
     found = dict.fromkeys(first, 0)
     tiles = sorted({1, 2, 4, 8} & set(range(1, max(1, _tiles(p)) + 1)))
-    slices = sorted({1, default.slices, 2 * default.slices, max(1, default.slices // 2)} if p.gradients else {1})
+    some = {1, p.cams, 3 * p.cams, default.slices, 2 * default.slices, max(1, default.slices // 2)}
+    slices = sorted(n for n in some if n <= max(1, p.N)) if p.gradients else [1]
     groups_ = sorted({config.groups for config in first})
     for config in map(Config._make, product((1, 2, 4, 8, 16, 32), tiles, (1, 2, 4), slices, groups_, (1, 2, 4))):
         if 32 * config.num_warps <= config.rows * config.groups * block_c <= 512 * config.num_warps:

@@ -55,25 +55,25 @@ class Config(NamedTuple):
 
 
 def default_config(p: Problem) -> Config:
-    """One warp; its threads have one access of four values for a gradient, else two of 16 bytes, in two levels at once.
+    """One warp; its threads have one access of four values for a gradient, else two of 16 bytes, of two points of a query.
 
     Where queries are few, each is a program and has four levels in flight; else several take turns in one, whose neighbours read
-    much the same. A query's points come first, as far as they are powers of two. What decides the order of a sum does not
-    depend on the batch.
+    much the same. What decides the order of a sum does not depend on the batch.
     """
     few, block_c = p.Q * p.heads <= FEW, block_of(max(1, p.D))
     vector = vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c)
     rows = (1 if p.gradients or few else 2) * 32 * vector // block_c
-    block_p = min(power_of_2(p.P), rows, 8)
+    block_p = min(power_of_2(p.P), rows, 8 if p.gradients or few else 2)
     block_q = max(1, min(rows // block_p, power_of_2(p.Q)))
-    return Config(block_q, block_p, 2 if p.gradients or not few else 4, 1 if few else 4, 1)
+    unroll, repeat = (2, 1 if few else 4) if p.gradients else (4, 1) if few else (1, 2)
+    return Config(block_q, block_p, unroll, repeat, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
     """The default, then others, those that differ in the fewest respects first."""
     default = default_config(p)
     found = {default: 0}
-    for warps, rows, block_p, unroll, repeat in product((1, 2, 4), (4, 8, 16, 32), (2, 4, 8), (1, 2, 4), (1, 4)):
+    for warps, rows, block_p, unroll, repeat in product((1, 2, 4), (4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
         config = Config(max(1, warps * rows // block_p), block_p, unroll, repeat, warps)
         if block_p <= power_of_2(p.P) and config.block_q <= power_of_2(p.Q):
             found.setdefault(config, sum(x != y for x, y in zip(config, default)))
