@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 SUFFIXES = (".png", ".svg", ".pdf")
 OURS, OURS_BACKWARD, THEIRS = "#1b6ca8", "#7fb2d9", "#c9c9c9"
+LOG = 100  # times the shortest bar that the longest may be before lengths become logarithms
 ABSENT = dict.fromkeys(("graph_ms", "call_ms", "peak_mib"), float("nan"))  # of a contender that did not run
 
 
@@ -66,8 +67,13 @@ def _draw(records: Sequence[dict], file: str, title: str) -> None:
         for axes in (speed, memory):
             axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
             axes.tick_params(length=0)
+            spread = [bar.get_width() for bar in axes.patches if bar.get_width() > 0]
+            if spread and max(spread) > LOG * min(spread):
+                axes.set_xscale("log")
+                axes.set_title(f"{axes.get_title('left')}, logarithmic", loc="left")
+            axes.set_xticks([], minor=True)
             axes.set_xticks([])
-            axes.margins(x=0.18)
+            axes.margins(x=0.18, y=0.01)
         figure.savefig(file, dpi=160, metadata={"Date": None} if str(file).endswith(".svg") else None)
 
 
