@@ -335,9 +335,29 @@ def test_results_are_tensors_of_their_own(x):
         assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
-def test_threads_keep_nothing_of_a_call():
+@pytest.mark.parametrize("own", [False, True], ids=["openmp", "own threads"])
+def test_errors_of_threads_are_raised(own, monkeypatch):
+    cpu = pytest.importorskip("sonde.op.cpu")
+    torch.set_num_threads(2)
+    if own:
+        monkeypatch.setattr(cpu, "_openmp", None)
+    done = []
+
+    def fails(start, stop):
+        done.append(start)
+        if start == 2:
+            raise ArithmeticError("here")
+
+    with pytest.raises(ArithmeticError, match="here"):
+        cpu.run(fails, 4, slices_per_thread=2)
+    cpu.run(lambda start, stop: done.append(start), 8)
+    assert sorted(done[-8:]) == list(range(8))
+
+
+def test_threads_keep_nothing_of_a_call(monkeypatch):
     """A thread of the pool that is late for its share does not keep the operands alive."""
     cpu = pytest.importorskip("sonde.op.cpu")
+    monkeypatch.setattr(cpu, "_openmp", None)
     torch.set_num_threads(2)
     late, x = threading.Event(), np.zeros(4)
     memory = weakref.ref(x)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..op.cpu import exact_part, jit, part, run
 from ..op.dtypes import accumulator
-from ..op.lanes import LANES, fma, load, spread, store, store_some, total
+from ..op.lanes import LANES, fma, load, prefetch, spread, store, store_some, total
 from ..op.plan import Determinism, Kernel
 
 TILE = 64  # samples of a unit in work at one time
@@ -177,6 +177,7 @@ def per_unit(
                     row[g, k] = grad[n, g * D + k]
         for m in range(0, max(1, M), step):
             found = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor)
+            _announce(found, corner, features, first, first + G * D)
             if want_out:  # by tiles, lest a sum of thousands swallow the last digits of each
                 _sum(found, first, D, features, coef, at, corner, factor, row)
                 for g in range(G):
@@ -233,6 +234,7 @@ def per_channel(
             coef = _softmax(weights[n], share) if logits else weights[n]
             for m in range(0, M, step):
                 found = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor)
+                _announce(found, corner, g_features, head * G * D + low * LANES, head * G * D + min(high * LANES, G * D))
                 for i in range(found):
                     _scatter(i, n, low, high, groups, per_group, head * G * D, D, coef, at, corner, factor, grad, g_features)
 
@@ -282,6 +284,15 @@ def _locate(n, first, last, base, S, drop, spare, levels, locations, at, corner,
                             corner[found, c] = spare
                 found += 1
     return found
+
+
+@part
+def _announce(found, corner, features, begin, end):
+    """Pixels are far apart in memory, and a sample waits for four of them: those of all samples are sent for at one time."""
+    for i in range(found):
+        for c in range(4):
+            for k in range(begin, end, LANES):
+                prefetch(features, corner[i, c], k)
 
 
 @exact_part

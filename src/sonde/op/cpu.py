@@ -1,11 +1,13 @@
 """How CPU kernels are compiled and run: Numba functions of ``(start, stop, …)`` without the GIL, on torch's threads.
 
-Numba's own ``prange`` is not used: its thread layers abort the process when two threads enter at once or after a fork, and it
-makes kernels ten times slower to compile.
+Those are OpenMP's. After each of torch's own loops they wait for the next one without sleep, for milliseconds; threads beside them
+would get half a core each. Numba's own ``prange`` is not used: its thread layers abort the process when two threads enter at once
+or after a fork, and it makes kernels ten times slower to compile.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Callable
@@ -54,26 +56,57 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
     step = max(grain, -(-size // (threads * slices_per_thread)))
     starts = iter(range(0, size, step))  # next() is atomic, so this is a queue that all threads share
     held = [args]  # and dropped at the end: a thread of the pool may remember `work` for longer
+    problems: list[BaseException] = []
 
-    def work() -> None:
-        for start in starts:
-            kernel(start, min(size, start + step), *held[0])
+    def work(_=None) -> None:
+        try:
+            for start in starts:
+                kernel(start, min(size, start + step), *held[0])
+        except BaseException as problem:  # which C would not hand on
+            problems.append(problem)
 
-    others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
-    work()
-    for other in others:
-        if not other.cancel():  # one that has not begun has nothing left to do, and may wait for strangers' work
-            other.result()
+    if _openmp is not None:
+        _openmp(_Work(work), None, threads, 0)
+    else:
+        others = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
+        work()
+        for other in others:
+            if not other.cancel():  # one that has not begun has nothing left to do, and may wait for strangers' work
+                other.result()
     held.clear()
+    if problems:
+        raise problems[0]
+
+
+_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _find_openmp() -> Callable[..., None] | None:
+    """``GOMP_parallel(work, data, threads, flags)`` of the OpenMP that torch has loaded, GNU's or one that has its names."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # macOS and Windows
+        return None
+    found.argtypes, found.restype = [_Work, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
 
 
 @lru_cache(1)
 def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads of our own, where OpenMP is not to be had."""
     return ThreadPoolExecutor(threads, thread_name_prefix="sonde")
 
 
+def _forked() -> None:
+    """The parent's threads do not exist in a child, and OpenMP would wait for them for ever."""
+    global _openmp
+    _openmp = None
+    _pool.cache_clear()
+
+
+_openmp = _find_openmp()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # the parent's threads do not exist in a child
+    os.register_at_fork(after_in_child=_forked)
 
 
 @lru_cache(1)

@@ -57,6 +57,21 @@ def load(typing, x, row, column, end):
 
 
 @intrinsic
+def prefetch(typing, x, row, column):
+    """Begin to bring the cache line of ``x[row, column]`` here."""
+
+    def generate(context, builder, signature, args):
+        pointer, _ = _address(context, builder, signature.args[0], *args)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        begin = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(begin, [builder.bitcast(pointer, byte), number(0), number(3), number(1)])  # to read, to stay, of data
+        return context.get_dummy_value()
+
+    return types.none(x, types.intp, types.intp), generate
+
+
+@intrinsic
 def store(typing, v, x, row, column):
     """``x[row, column : column + LANES] = v``; the row must be long enough."""
 
