@@ -273,3 +273,31 @@ if given is not None:
         assert ((whole - 1).abs() < 1e-12).logical_or(whole == 0).all()
         twice = call(name, "numba", sigma=0.2, reach=0.8)
         assert same_bits([twice(2 * q, 2 * p, f)], [out])
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 1e-38, 1e-44, 1e30])
+@pytest.mark.parametrize("name", NAMES)
+def test_four_at_one_distance_weigh_a_quarter_each(name, sigma, impl, algorithm):
+    """However far away they are, and however sharp or flat the softmax: in the value and in the gradient of the features."""
+    q, p, f = torch.zeros(1, 3), torch.tensor([[10.0, 0, 0], [-10, 0, 0], [0, 10, 0], [0, -10, 0]]), torch.eye(4)
+    args = leaves([x.to(impl.device) for x in (q, p, f)])
+    out = call(name, impl.impl, sigma, reach=11.0, k=4)(*args)
+    assert out.tolist() == [[0.25] * 4]
+    g_queries, g_points, g_features = torch.autograd.grad(out.sum(), args)
+    assert g_features.tolist() == [[0.25] * 4] * 4
+    assert not g_queries.isnan().any()
+    assert not g_points.isnan().any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_widths_away(name, impl, algorithm):
+    """Distances of thousands of σ, as of millimetres with the default σ, cost the features' gradient no digits."""
+    q, p, f = (x.to(impl.device) for x in made(N=150))
+    args = leaves([500 * q, 500 * p, f])
+    out = call(name, impl.impl, 0.1, reach=1000.0)(*args)
+    wide = leaves([x.detach().double() for x in args])
+    want = call(name, "reference", 0.1, reach=1000.0)(*wide)
+    ct = cotangents([out])
+    a, b = torch.autograd.grad(out, args[2], ct)[0], torch.autograd.grad(want, wide[2], [c.double() for c in ct])[0]
+    assert (out - want).norm() <= 2e-6 * want.norm()
+    assert (a - b).norm() <= 2e-6 * b.norm()

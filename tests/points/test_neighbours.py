@@ -119,6 +119,26 @@ def test_ragged_batches_are_loops(impl, algorithm):
         assert torch.equal(ball.offsets.diff(), torch.cat([part.offsets.diff() for part in lists]))
 
 
+ENDS = {
+    "early": ([0, 1, 3], [0, 30, 70]),
+    "late": ([1, 2, 4], [5, 30, 80]),
+    "too far": ([0, 2, 4], [0, 30, 2**31]),
+    "before the first": ([0, 2, 4], [-(2**33), 30, 80]),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_offsets_that_nobody_could_check(ends, impl, algorithm, monkeypatch):
+    """Those of a device are not looked at beforehand: rows outside of all segments have no neighbours, and nothing else is read."""
+    if impl.impl == "numba":
+        pytest.skip("a CPU's are always looked at")
+    monkeypatch.setattr(_points, "offsets", lambda name, which, given, count, device: torch.tensor(given, device=device))
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g).to(impl.device) for n in (4, 80))
+    found, want = (sonde.knn(queries, points, 3, batch=ENDS[ends], impl=which) for which in (impl.impl, "reference"))
+    assert torch.equal(found.indices, want.indices)
+
+
 def test_batches_are_loops(impl, algorithm):
     """[B, M, D] is B calls; indices count within their row."""
     g = torch.Generator().manual_seed(0)

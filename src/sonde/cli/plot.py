@@ -46,7 +46,7 @@ def _draw(records: Sequence[dict], file: str, title: str) -> None:
         bars = [("forward", OURS)] + [("forward_backward", OURS_BACKWARD)] * both
         height = 0.72 / len(bars)
         for i, (name, colour) in enumerate(bars):
-            values = [r["speedup"]["eager"].get(name, ABSENT)[kind] for r in records]
+            values = [(ABSENT | r["speedup"]["eager"].get(name, {}))[kind] for r in records]
             at = [row + (i - (len(bars) - 1) / 2) * height for row in rows]
             drawn = speed.barh(at, values, height * 0.92, color=colour, label=name.replace("_", " + "))
             speed.bar_label(drawn, ["–" if v != v else f"{v:.1f}×" for v in values], padding=3)
@@ -58,7 +58,7 @@ def _draw(records: Sequence[dict], file: str, title: str) -> None:
 
         height = 0.36
         for i, (name, label, colour) in enumerate((("sonde", "sonde", bars[-1][1]), ("eager", "eager PyTorch", THEIRS))):
-            values = [r["figures"][name].get(phase, ABSENT)["peak_mib"] for r in records]
+            values = [(ABSENT | r["figures"][name].get(phase, {}))["peak_mib"] for r in records]
             drawn = memory.barh([row + (i - 0.5) * height for row in rows], values, height * 0.92, color=colour, label=label)
             memory.bar_label(drawn, ["–" if v != v else f"{v:,.0f}" if v >= 10 else f"{v:.1f}" for v in values], padding=3)
         memory.set_title(f"Peak extra memory, {phase.replace('_', ' + ')} (MiB)", loc="left")

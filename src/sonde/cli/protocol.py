@@ -74,16 +74,17 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     generator = torch.Generator(device).manual_seed(1)
     cotangent = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
     n = every(operator, out)
-    if n > 1:  # the queries that the truth leaves out give no gradient
+    part = cotangent
+    if n > 1:  # to the truth, the queries that it leaves out give no gradient
         number = torch.arange(out.shape[operator.result], device=device)
-        cotangent *= (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result))
+        part = cotangent * (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result))
     read, written = sum(a.nbytes for a in args if isinstance(a, Tensor)), out.nbytes
-    truth = Truth(operator, args, cotangent, counted["taps"])
-    verdict = truth.judge(contenders["sonde"], asking, cotangent)
+    truth = Truth(operator, args, part, counted["taps"])
+    verdict = truth.judge(contenders["sonde"], asking, part)
     figures: dict[str, dict] = {"sonde": {"errors": verdict.errors}}
     for name in job.against:
         figures[name] = {}
-        for phase, given in (("forward_backward", (asking, cotangent)), ("forward", (args, None))):
+        for phase, given in (("forward_backward", (asking, part)), ("forward", (args, None))):
             try:
                 figures[name]["errors"] = truth.judge(contenders[name], *given).errors
                 break
@@ -91,7 +92,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
                 figures[name].setdefault("failed", f"{phase.replace('_', ' + ')}: {str(problem).strip().splitlines()[0]}")
         else:
             del contenders[name]
-    del truth, out
+    del truth, out, part
 
     begin(f"{job}: timing")
     phases: dict[str, dict[str, Callable]] = {"forward": {name: partial(_forward, call, args) for name, call in contenders.items()}}
@@ -155,11 +156,12 @@ def _forward(call: Callable, args: Sequence) -> Tensor:
 
 def _deterministic_ms(phases: Mapping) -> float:
     """Device time of forward and backward under ``torch.use_deterministic_algorithms``."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         return timing.graph_ms(phases["forward_backward"]["sonde"], SECONDS)["graph_ms"]
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 def _apart(job: Job, args: Sequence) -> dict[str, dict] | None:

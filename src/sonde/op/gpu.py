@@ -21,8 +21,8 @@ _compiled: dict[tuple, tuple] = {}
 def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[..., None]:
     """Compile for tensors of this kind; what comes back takes such tensors and starts the kernel on them.
 
-    Of the arguments, only dtypes, alignment and constants choose the machine code, so they are the key. The first tensor is
-    there. A bound launch costs a third of what ``kernel[grid]`` does.
+    Of the arguments, dtypes, alignment, constants and which sizes need 64 bits choose the machine code, so they are the key. The
+    first tensor is there. A bound launch costs a third of what ``kernel[grid]`` does.
     """
     grid, sizes, constants, *how = launch
     if not (grid[0] and grid[1] and grid[2]):
@@ -32,7 +32,8 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
         return lambda *tensors: kernel[grid](*tensors, *sizes, *constants, **options)
     device = tensors[0].get_device()  # type: ignore[union-attr]
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    key = (kernel, device, *how, constants, max(sizes, default=0) >> 31, *kinds)
+    wide = tuple([n >= 2**31 for n in sizes])  # each size has its own type
+    key = (kernel, device, *how, constants, wide, *kinds)
     found = _compiled.get(key)
     if found is None:
         name = f"{kernel.__module__}.{kernel.__name__} {driver.active.get_current_target().arch} {[str(part) for part in key[2:]]}"

@@ -37,6 +37,7 @@ def operator(
     channels_last: Sequence[str] = (),
     unbatched: Sequence[str] = (),
     folds: bool = True,
+    forward_only: Sequence[str] = (),
     saved: Sequence[int] = (),
     no_grad: Sequence[int] = (),
 ) -> Callable:
@@ -57,6 +58,7 @@ def operator(
         channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
         unbatched: Tensors without a batch dimension, the same for all rows of the others'.
         folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
+        forward_only: Tensors that change no result, and that the backward pass has no use for: it gets None.
         saved: Positions of the results that the backward pass wants to see.
         no_grad: Positions of the results that have no gradient.
 
@@ -72,6 +74,7 @@ def operator(
     wanted = [names.index(n) for n in differentiable]
     alone = {names.index(n) for n in unbatched}
     keep_format = {names.index(n) for n in channels_last}
+    dropped = {names.index(n) for n in forward_only}
     results = result.count("Tensor")
     graded = [i for i in range(results) if i not in no_grad]
     g = len(graded)
@@ -150,7 +153,7 @@ def operator(
             if no_grad:
                 ctx.mark_non_differentiable(*[out[i] for i in no_grad])
                 ctx.set_materialize_grads(g > 1)  # nobody reads zeros in place of the gradients that are not there
-            ctx.save_for_backward(*[args[i] for i in tensors], *[out[i] for i in saved])
+            ctx.save_for_backward(*[None if i in dropped else args[i] for i in tensors], *[out[i] for i in saved])
 
         @staticmethod
         def backward(ctx, *grads):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import part
+from ..op.cpu import exact_part, part
 from ..op.lanes import LANES, fma, load, spread, total
 
 
@@ -24,6 +24,12 @@ def copied(x: Tensor, wide: torch.dtype) -> int:
 def widths(sigma: Tensor | None, width: float, B: int, wide: torch.dtype) -> np.ndarray:
     """σ of every row of the batch."""
     return (torch.full((B,), width, dtype=wide) if sigma is None else dense(sigma, wide)).numpy()
+
+
+@exact_part
+def falls(near, d, sigma):
+    """The logarithm of what a point at d weighs, if one at `near` weighs 1; rounded as written, for 1/σ may be infinite."""
+    return (near - d) / sigma
 
 
 @part

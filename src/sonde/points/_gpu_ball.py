@@ -89,7 +89,7 @@ def _ball(
     features,  # [B, N, F]
     sigma,  # [B]; None if it is a number
     out,  # [B, M, F]
-    lse,  # [B, M]
+    levels,  # [B, M, 2]: the nearest's distance n, and log Σ exp((n − d)/σ); 0 and +inf for an empty ball
     M,
     N,
     S,
@@ -119,7 +119,7 @@ def _ball(
     rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
     bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
 
-    most = tl.full([BLOCK_Q], float("-inf"), ACC)
+    least = tl.full([BLOCK_Q], float("inf"), ACC)
     total = tl.zeros([BLOCK_Q], ACC)
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
     zero = tl.program_id(0) * 0
@@ -137,23 +137,24 @@ def _ball(
             here = (d2 <= bound) & (d2 < float("inf"))
             if RAGGED:
                 here = here & (j >= begin) & (j < end)
-            s = tl.where(here, -(root(d2).to(ACC) * rate), float("-inf"))
-            more = tl.maximum(most, s)
-            shift = tl.where(more > float("-inf"), more, 0.0)
-            less = tl.exp(most - shift)
-            w = tl.exp(s - shift)
+            d = tl.where(here, root(d2).to(ACC), float("inf"))
+            nearer = tl.minimum(least, d)
+            near = tl.where(nearer < float("inf"), nearer, 0.0)
+            less = tl.where(least < float("inf"), tl.exp((near - least) * rate), 0.0)
+            w = tl.where(here, tl.exp((near - d) * rate), 0.0)
             total = tl.fma(total, less, w)
             kept = acc * less[None, :]
             added = tl.fma(w[None, :].broadcast_to(acc.shape), value[:, None].broadcast_to(acc.shape), kept)
             acc = tl.where(here[None, :], added, kept)
-            most = more
+            least = nearer
 
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[None, :]
     to = out + (b * M + row)[None, :] * F + f[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
-    level = tl.where(some, most + tl.log(tl.where(some, total, 1.0)), float("inf"))
-    tl.store(lse + b * M + row, level, mask=in_q & (tl.program_id(1) == 0))
+    once = in_q & (tl.program_id(1) == 0)
+    tl.store(levels + 2 * (b * M + row), tl.where(some, least, 0.0), mask=once)
+    tl.store(levels + 2 * (b * M + row) + 1, tl.where(some, tl.log(tl.where(some, total, 1.0)), float("inf")), mask=once)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -168,7 +169,7 @@ def _ball_gradients(
     values,  # [B, M, F], of rows: ∂L/∂out, or features if COLUMNS
     others,  # [B, N, F], of what comes by: the other
     sigma,  # [B]
-    lse,  # of queries
+    levels,  # [.., 2], of queries
     delta,  # of queries: Δ, which rows write and columns read
     d_rows,  # [B, M, D], of the rows' coordinates
     d_sigma,  # [B, M]
@@ -209,10 +210,11 @@ def _ball_gradients(
     rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
     bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
     if COLUMNS:
-        lse += b * N
+        levels += 2 * b * N
         delta += b * N
     else:
-        level = tl.load(lse + b * M + row, mask=in_q, other=float("inf"))
+        near = tl.load(levels + 2 * (b * M + row), mask=in_q, other=0)
+        level = tl.load(levels + 2 * (b * M + row) + 1, mask=in_q, other=float("inf"))
     if COORDINATES and WHOLE:
         value = tl.load(mine + f[:, None], mask=in_q[None, :] & (f < F)[:, None], other=0).to(ACC)
 
@@ -237,11 +239,12 @@ def _ball_gradients(
                 here = here & (j >= begin) & (j < end)
             theirs = others + i.to(OFFSET) * F
             if COLUMNS:
-                level = tl.load(lse + i)
+                at = levels + 2 * i.to(tl.int64)
+                near, level = tl.load(at), tl.load(at + 1)
             if FEATURES or WHOLE:
                 other = tl.load(theirs + f, mask=f < F, other=0).to(ACC)
             d = root(tl.where(here, d2, 0.0)).to(ACC)
-            log = tl.where(here, -(d * rate) - level, 0.0)
+            log = tl.where(here, (near - d) * rate - level, 0.0)
             w = tl.where(here, tl.exp(log), 0.0)
             if FEATURES:
                 share = w[None, :].broadcast_to(acc.shape)

@@ -92,14 +92,14 @@ def finite(x, y, z):
 
 @triton.jit
 def segment_of(i, offsets, S):
-    """The last segment that starts at or before i; of S segments, none is −1. Whatever the offsets are, it is one of these."""
+    """The segment of i: how many of the S + 1 offsets are at or before it, less one; before all it is −1, behind the last S."""
     s = tl.zeros_like(i)  # one more than the segment
     step = 1
-    while step < S:
+    while step < S + 1:
         step *= 2
     while step > 0:
         more = s + step
-        below = (more <= S) & (tl.load(offsets + more - 1, mask=more <= S, other=0) <= i)
+        below = (more <= S + 1) & (tl.load(offsets + more - 1, mask=more <= S + 1, other=0) <= i)
         s = tl.where(below, more, s)
         step = step // 2
     return s - 1

@@ -100,12 +100,12 @@ def nearest_problem(
 
 
 def ball(of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float) -> tuple[Tensor, Tensor]:
-    """out ``[B, M, F]`` and log Σ exp(−d/σ) ``[B, M]``."""
+    """out ``[B, M, F]``, and what weighs: the nearest's distance n and log Σ exp((n − d)/σ) ``[B, M, 2]``."""
     problem = ball_problem(of, features, sigma, width, radius)
     B, M, _ = of.queries.shape
-    out, lse = features.new_empty(B, M, features.shape[2]), features.new_empty(B, M, dtype=problem.wide)
-    balls.ball(problem, *of.walk(), *dense(features, sigma), out, lse)
-    return out, lse
+    out, levels = features.new_empty(B, M, features.shape[2]), features.new_empty(B, M, 2, dtype=problem.wide)
+    balls.ball(problem, *of.walk(), *dense(features, sigma), out, levels)
+    return out, levels
 
 
 def plan_ball(
@@ -153,18 +153,25 @@ def ball_problem(
 
 
 def ball_gradients(
-    grad: Tensor, of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float, lse: Tensor, needs: Sequence[bool]
+    grad: Tensor,
+    of: Sides,
+    features: Tensor,
+    sigma: Tensor | None,
+    width: float,
+    radius: float,
+    levels: Tensor,
+    needs: Sequence[bool],
 ) -> list[Tensor]:
     """Of queries, points, features and σ, as far as they are needed."""
     queries, points, of_features, of_sigma = needs
-    (grad, features, sigma, lse), delta = dense(grad, features, sigma, lse), None
+    (grad, features, sigma, levels), delta = dense(grad, features, sigma, levels), None
     found: list[Tensor | None] = [None] * 4
     if queries or points or of_sigma:
         rows = ball_problem(of, features, sigma, width, radius)._replace(coordinates=True)
         found[0] = torch.empty_like(of.queries) if queries else None
-        spread = torch.empty_like(lse) if of_sigma else None
-        delta = torch.empty_like(lse) if points else None
-        balls.ball_gradients(rows, *of.walk(), grad, features, sigma, lse, delta, found[0], spread, None)
+        spread = levels.new_empty(levels.shape[:2]) if of_sigma else None
+        delta = levels.new_empty(levels.shape[:2]) if points else None
+        balls.ball_gradients(rows, *of.walk(), grad, features, sigma, levels, delta, found[0], spread, None)
         if of_sigma:
             found[3] = spread.sum(1).to(sigma.dtype)  # type: ignore[union-attr]
     if points or of_features:
@@ -173,8 +180,8 @@ def ball_gradients(
         found[2] = torch.empty_like(features) if of_features else None
         for coordinates, values in columns_of(points, of_features, features.shape[2]):
             balls.ball_gradients(
-                columns._replace(coordinates=coordinates, features=values), *of.walk(columns=True), features, grad, sigma, lse,
-                delta if coordinates else lse, found[1] if coordinates else None, None, found[2] if values else None,
+                columns._replace(coordinates=coordinates, features=values), *of.walk(columns=True), features, grad, sigma, levels,
+                delta if coordinates else levels, found[1] if coordinates else None, None, found[2] if values else None,
             )  # fmt: skip
     return [t for t in found if t is not None]
 

@@ -44,12 +44,12 @@ def number(HIGH, LOW):
 
 @triton.jit
 def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
-    """1/σ"""
+    """1/σ, as far as that is finite: no distance, however many times it is taken, is none."""
     if sigma is not None:
         rate = 1.0 / tl.load(sigma + b).to(ACC)
     else:
         rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
-    return rate
+    return tl.minimum(rate, 3.4e38)
 
 
 @triton.jit
@@ -114,7 +114,8 @@ def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, 
         live = live & (s >= 0) & (s < S)
         first = tl.load(point_offsets + s, mask=live, other=0)
         last = tl.load(point_offsets + s + 1, mask=live, other=0)
-        first, last = tl.maximum(first, 0).to(tl.int32), tl.minimum(last, N).to(tl.int32)
+        first = tl.minimum(tl.maximum(first, 0), N).to(tl.int32)  # whatever the offsets are
+        last = tl.minimum(tl.maximum(last, 0), N).to(tl.int32)
     return row, in_q, live, x, y, z, first, last
 
 

@@ -22,6 +22,7 @@ PAIRS, MANY = 5 * 10**7, 8192  # pairs, and points, up to which a GPU compares a
 INDEX = "Tensor? order, Tensor? sorted, Tensor? boxes, Tensor? qorder, Tensor? qsorted, Tensor? qboxes"
 OFFSETS = "Tensor? query_offsets, Tensor? point_offsets"
 UNBATCHED = ("query_offsets", "point_offsets")
+TILES = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes")
 
 
 def tiled(impl: str, M: int, N: int, D: int, k: int | None) -> bool:
@@ -73,7 +74,7 @@ def form(
     if n["D"] == 0:
         raise ValueError(f"{name}: points must have at least one dimension; got {list(points.shape)}")
     segments = _offsets(name, batch, batched, n["M"], n["N"], queries.device)
-    impl = _implementation(name, impl, queries, n["D"], k)
+    impl = _implementation(name, impl, queries, n["D"], k, n.get("B", 1) * n["M"])
     source, dtype = points, torch.promote_types(torch.promote_types(queries.dtype, points.dtype), torch.float32)
     if not batched:
         queries, points = _row(queries), _row(points)
@@ -97,7 +98,7 @@ def _row(x: Tensor) -> Tensor:
     return x.detach().unsqueeze(0).requires_grad_(x.requires_grad)
 
 
-def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None) -> str:
+def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None, rows: int = 0) -> str:
     chosen = plan.choose(name, impl, queries)
     if chosen == "reference":
         return chosen
@@ -106,6 +107,8 @@ def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None
         reason = f"has kernels for 1 to {DIMENSIONS} dimensions, got {D}"
     elif chosen == "triton" and k is not None and k > NEIGHBOURS:
         reason = f"has kernels for k up to {NEIGHBOURS}, got {k}"
+    elif chosen == "triton" and k is not None and rows * k >= 2**31:
+        reason = f"has kernels for fewer than 2³¹ neighbours in all, got {rows} × {k}"
     if reason and impl != "auto":
         raise Unsupported(f"{name}: impl={impl!r} {reason}; use impl='auto' or impl='reference'")
     return "reference" if reason else chosen

@@ -110,7 +110,11 @@ def distances(queries: Tensor, points: Tensor, indices: Tensor) -> Tensor:
 def aggregate(
     queries: Tensor, points: Tensor, features: Tensor, indices: Tensor, sigma: Tensor | None, width: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_j w_ij f_j with w = softmax(−d/σ) over the points listed; their distances; log Σ exp(−d/σ), +inf for an empty list."""
+    """Σ_j w_ij f_j with w = softmax(−d/σ) over the points listed; their distances; and what weighs them, ``[B, M, 2]``.
+
+    That is the nearest's distance n and t = log Σ exp((n − d)/σ), such that w = exp((n − d)/σ − t). They stay apart: where d/σ is
+    large, their sum would lose digits. Of an empty list they are 0 and +inf.
+    """
     wide = accumulator(queries, features, sigma)
     found = indices >= 0
     d = distances(queries, points, indices)
@@ -124,5 +128,5 @@ def aggregate(
     some = total > 0
     w = e / torch.where(some, total, 1)
     out = (w[..., None] * rows_at(features.to(wide), indices)).sum(2)
-    lse = torch.where(some, torch.where(some, total, 1).log() - least / s, torch.inf)[..., 0]
-    return out.to(features.dtype), d, lse
+    level = torch.where(some, torch.where(some, total, 1).log(), torch.inf)
+    return out.to(features.dtype), d, torch.cat([least, level], -1)

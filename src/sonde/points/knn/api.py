@@ -43,6 +43,7 @@ _knn = operator(
     fake=_fake,
     differentiable=("queries", "points"),
     unbatched=shared.UNBATCHED,
+    forward_only=shared.TILES,
     saved=(0, 1),
     no_grad=(1,),
 )

@@ -38,6 +38,7 @@ _knn_aggregate = operator(
     fake=_fake,
     differentiable=("queries", "points", "features", "sigma"),
     unbatched=shared.UNBATCHED,
+    forward_only=shared.TILES,
     saved=(1, 2),
     no_grad=(1, 2),
 )

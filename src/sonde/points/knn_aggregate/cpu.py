@@ -14,7 +14,7 @@ from ...op.lanes import LANES, fma, load, spread, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dense, dot, widths
+from .._cpu_rows import copied, dense, dot, falls, widths
 from .._cpu_segments import lists, sums
 
 NAMES = ("queries", "points", "features", "sigma")
@@ -85,7 +85,7 @@ def softmax(i, sigma, distances, indices, share):
     while n < share.shape[0] and indices[i, n] >= 0:
         n += 1
     for e in range(n):
-        share[e] = np.exp((share.dtype.type(distances[i, 0]) - distances[i, e]) / sigma)
+        share[e] = np.exp(falls(share.dtype.type(distances[i, 0]), distances[i, e], sigma))
         total += share[e]
     for e in range(n):
         share[e] /= total

@@ -25,8 +25,8 @@ def _check(queries: Tensor, points: Tensor, features: Tensor, *rest) -> dict[str
 
 def _fake(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:
     n = _check(queries, points, features, *rest)
-    lse = queries.new_empty(n["B"], n["M"], dtype=accumulator(queries, features, rest[-3]))
-    return features.new_empty(n["B"], n["M"], n["F"]), lse
+    levels = queries.new_empty(n["B"], n["M"], 2, dtype=accumulator(queries, features, rest[-3]))
+    return features.new_empty(n["B"], n["M"], n["F"]), levels
 
 
 _radius_aggregate = operator(

@@ -1,7 +1,7 @@
 """``radius_aggregate`` on CPUs: one walk for every query; backwards another, and one of every point among the queries.
 
-A weight is exp(−d/σ − lse) with the log-sum-exp of its query, from the same operations in every pass: of a single neighbour it
-is exactly 1, and what it gives to queries and points exactly 0.
+A weight is exp((n − d)/σ − t) with the nearest's distance n and t = log Σ exp((n − d)/σ), from the same operations in every pass:
+of a single neighbour it is exactly 1, and what it gives to queries and points exactly 0.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import exact_part, jit, run
+from ...op.cpu import jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dense, dot, widths
+from .._cpu_rows import copied, dense, dot, falls, widths
 
 NAMES = ("queries", "points", "features", "sigma")
 
@@ -27,25 +27,25 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    out, lse = torch.empty(B, M, F, dtype=wide), torch.empty(B, M, dtype=wide)
+    out, levels = torch.empty(B, M, F, dtype=wide), torch.empty(B, M, 2, dtype=wide)
     rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    arrays = (x.numpy() for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), lse.view(-1)))
+    arrays = (x.numpy() for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
     by = trees.spatial_order(rows, B)
     run(weigh, B * M, M, N, bound, widths(sigma, width, B, wide), rows, by, mine, *tree[:4], tree.nodes, *arrays, grain=64)
-    return out.to(features.dtype), lse
+    return out.to(features.dtype), levels
 
 
 def backward(
     grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool
 ) -> list[Tensor]:
-    order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius, lse = rest
+    order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius, levels = rest
     (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     go, f, s = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1), widths(sigma, width, B, wide)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
     means, g_widths, g_queries = (torch.empty(B * M, n, dtype=wide) for n in (1, 1, 3))
     found: dict[str, Tensor] = {}
-    arrays = f.numpy(), go.numpy(), lse.reshape(-1).numpy(), means.view(-1).numpy()
+    arrays = f.numpy(), go.numpy(), levels.reshape(-1, 2).numpy(), means.view(-1).numpy()
     if needs[0] or needs[1] or needs[3]:
         tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
         rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
@@ -85,11 +85,6 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
     return made
 
 
-@exact_part
-def logit(d, sigma):
-    return -(d / sigma)
-
-
 @jit
 def weigh(
     start,
@@ -108,7 +103,7 @@ def weigh(
     nodes,
     features,  # [B*N, F]
     out,  # [B*M, F]
-    lse,  # [B*M]
+    levels,  # [B*M, 2]: n and t; of an empty ball 0 and +inf
 ):
     """Rows `start` to `stop` of `by`, by an online softmax: where a nearer point comes, what was summed is scaled down."""
     F, real = features.shape[1], out.dtype.type
@@ -119,7 +114,7 @@ def weigh(
         i = by[at]
         b = i // M
         s = mine[i - b * M] if mine.size else 0
-        most, total = real(-np.inf), real(0)
+        near, total = real(np.inf), real(0)
         row[:] = 0
         if s >= 0:
             x, y, z, segment = queries[i, 0], queries[i, 1], queries[i, 2], segments[s]
@@ -128,18 +123,18 @@ def weigh(
                 for j in range(b * N + first, b * N + last):
                     d2 = trees.squared(x, y, z, points, j)
                     if d2 <= bound:
-                        t = logit(real(np.sqrt(d2)), sigma[b])
-                        if t > most:
-                            scale = np.exp(most - t)
+                        d = real(np.sqrt(d2))
+                        if d < near:
+                            scale = np.exp(falls(d, near, sigma[b])) if total > 0 else real(0)
                             total *= scale
                             for c in range(0, F, LANES):
                                 store(fma(scale, load(row, 0, c, row.shape[1]), zero), row, 0, c)
-                            most = t
-                        w = np.exp(t - most)
+                            near = d
+                        w = np.exp(falls(near, d, sigma[b]))
                         total += w
                         for c in range(0, F, LANES):
                             store(fma(w, load(features, b * N + order[j], c, F), load(row, 0, c, row.shape[1])), row, 0, c)
-        lse[i] = most + np.log(total) if total > 0 else np.inf
+        levels[i, 0], levels[i, 1] = (near, np.log(total)) if total > 0 else (real(0), real(np.inf))
         scale = real(1) / total if total > 0 else real(0)
         for c in range(0, F, LANES):
             store_some(fma(scale, load(row, 0, c, row.shape[1]), zero), out, i, c, F)
@@ -163,14 +158,14 @@ def pull(
     nodes,
     features,  # [B*N, F]
     grad,  # [B*M, F]
-    lse,  # [B*M]
+    levels,  # [B*M, 2]
     means,  # [B*M]: Δ = Σ w a
     g_queries,  # [B*M, 3]
     g_widths,  # [B*M]
 ):
     """Of rows `start` to `stop` of `by`: Δ, and the gradients of queries and of σ.
 
-    The weights sum to one up to the rounding of their lse, which a − Δ would show: Δ is divided by their sum.
+    The weights sum to one up to the rounding of t, which a − Δ would show: Δ is divided by their sum.
     """
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
@@ -191,7 +186,7 @@ def pull(
                     d2 = trees.squared(x, y, z, points, j)
                     if d2 <= bound:
                         d = np.sqrt(d2)
-                        w = np.exp(logit(real(d), width) - lse[i])
+                        w = np.exp(falls(levels[i, 0], real(d), width) - levels[i, 1])
                         a = dot(grad, i, features, b * N + order[j], F)
                         if again:
                             ds = w * (a - means[i])
@@ -226,7 +221,7 @@ def push(
     nodes,
     features,  # [B*N, F]
     grad,  # [B*M, F]
-    lse,  # [B*M]
+    levels,  # [B*M, 2]
     means,  # [B*M]
     g_points,  # [B*N, 3]; empty where not wanted
     g_features,  # [B*N, F]; the same
@@ -249,7 +244,7 @@ def push(
                     d2 = trees.squared(x, y, z, queries, m)
                     if d2 <= bound:
                         d, i = np.sqrt(d2), b * M + order[m]
-                        w = np.exp(logit(real(d), width) - lse[i])
+                        w = np.exp(falls(levels[i, 0], real(d), width) - levels[i, 1])
                         if g_features.size:
                             for c in range(0, F, LANES):
                                 store(fma(w, load(grad, i, c, F), load(row, 0, c, row.shape[1])), row, 0, c)

@@ -16,9 +16,9 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
 def backward(
     grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool
 ) -> list[Tensor]:
-    *index, sigma, width, radius, lse = rest
+    *index, sigma, width, radius, levels = rest
     of = passes.sides(queries, points, *index)
-    return passes.ball_gradients(grad, of, features, sigma, width, radius, lse, needs)
+    return passes.ball_gradients(grad, of, features, sigma, width, radius, levels, needs)
 
 
 def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Kernel]:

@@ -10,5 +10,5 @@ from .._reference import aggregate, nearest
 def radius_aggregate(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:
     *_index, query_offsets, point_offsets, sigma, width, radius = rest  # an index changes nothing
     indices, _ = nearest(queries, points, query_offsets, point_offsets, None, radius * radius)
-    out, _, lse = aggregate(queries, points, features, indices, sigma, width)
-    return out, lse
+    out, _, levels = aggregate(queries, points, features, indices, sigma, width)
+    return out, levels

@@ -48,6 +48,7 @@ _radius_neighbors = operator(
     fake=_fake,
     differentiable=("queries", "points"),
     unbatched=shared.UNBATCHED,
+    forward_only=shared.TILES,
     saved=(0, 1),
     no_grad=(1, 2),
 )

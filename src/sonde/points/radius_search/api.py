@@ -47,6 +47,7 @@ _radius_search = operator(
     fake=_fake,
     differentiable=("queries", "points"),
     unbatched=shared.UNBATCHED,
+    forward_only=shared.TILES,
     folds=False,
     saved=(0, 1, 2),
     no_grad=(0, 1),

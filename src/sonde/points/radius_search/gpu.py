@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...jit import Unsupported
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_lists as lists
@@ -22,6 +23,8 @@ def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
     lists.lists(problem, *of.walk(), offsets, None, None, None)
     offsets = offsets.cumsum(0)
     total = int(offsets[-1])
+    if total >= 2**31:
+        raise Unsupported(f"radius_search: impl='triton' has kernels for fewer than 2³¹ neighbours in all; got {total}")
     squares, indices, rows = new(total), new(total, dtype=torch.int64), new(total, dtype=torch.int64)
     lists.lists(problem._replace(writes=True), *of.walk(), offsets, squares, indices, rows)
     order = _order(squares, indices, rows)
