@@ -309,7 +309,7 @@ def _aggregate_gradients(
     READS: tl.constexpr = d_locations is not None or d_weights is not None
     i = tl.program_id(0)
     b, slice = (i // A // SLICES).to(tl.int64), i // A % SLICES
-    anchor, count = b * A + i % A, tl.cdiv(N - slice, SLICES)
+    anchor = b * A + i % A
     if READS:
         image = features + b * (BATCH // VECTOR * VECTOR)
     if d_features is not None:
@@ -321,8 +321,8 @@ def _aggregate_gradients(
     if d_weights is not None:
         d_weights += anchor * N * (L * G)
     c = tl.arange(0, BLOCK_C)[None, :]
-    for m in range(0, count, BLOCK_N):
-        n = slice + (m + tl.arange(0, BLOCK_N)) * SLICES
+    for n0 in range(slice, N, BLOCK_N * SLICES):
+        n = n0 + tl.arange(0, BLOCK_N) * SLICES
         seen = visible(locations, shapes, starts, n, n < N, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
         unseen = (n < N) & (seen == 0)
         if d_locations is not None:
@@ -333,7 +333,7 @@ def _aggregate_gradients(
         some = tl.max(rank, 0)
         for j in range(0, some, ROWS):
             here, sample = pick(rank, j, some, ROWS)
-            sample = slice + (m + sample) * SLICES
+            sample = n0 + sample * SLICES
             v, u = fetch(locations, sample, here, ACC)
             g_v = tl.zeros([ROWS, BLOCK_C], ACC)  # sums over channels stay apart by channel of the tile until the end
             g_u = tl.zeros([ROWS, BLOCK_C], ACC)
