@@ -57,9 +57,9 @@ def test_is_not_built_again(numba_target, monkeypatch):
 
 def test_sizes_alone_decide():
     """Below the threshold nothing is built, whether an index was given or not."""
-    assert not _points.tiled("numba", 1, _points.FEW, 3, 3)
-    assert _points.tiled("numba", 1, _points.FEW + 1, 3, 3)
-    assert not _points.tiled("reference", 10**6, 10**6, 3, 3)
+    assert not _points.tiled("numba", 1, _points.FEW)
+    assert _points.tiled("numba", 1, _points.FEW + 1)
+    assert not _points.tiled("reference", 10**6, 10**6)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,9 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
                 f"got {tensor.ndim}: {list(tensor.shape)}"
             )
         for letter, size in zip(letters, tensor.shape):
-            known_size = sizes.get(letter)
-            if known_size is None:
-                sizes[letter], origin[letter] = known_size, _ = (int(letter) if letter.isdigit() else size), argument
-            if size != known_size:
+            if letter not in sizes:
+                sizes[letter], origin[letter] = int(letter) if letter.isdigit() else size, argument
+            if size != sizes[letter]:
                 known = [f"{k}={sizes[k]} (from {origin[k]})" for k in letters if origin.get(k, argument) != argument]
                 expected = f" with {', '.join(known)}" if known else ""
                 raise ValueError(f"{name}: {argument} must be [{', '.join(letters)}]{expected}; got {list(tensor.shape)}")

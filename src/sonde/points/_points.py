@@ -25,7 +25,7 @@ UNBATCHED = ("query_offsets", "point_offsets")
 TILES = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes")
 
 
-def tiled(impl: str, M: int, N: int, D: int, k: int | None) -> bool:
+def tiled(impl: str, M: int, N: int) -> bool:
     """Whether a search goes by boxes of sorted points: a matter of sizes alone, so that an index changes no bit."""
     if impl == "numba":
         return N > FEW
@@ -83,7 +83,7 @@ def form(
     if index is not None:
         index = PointIndex.checked(index, name, source, dtype, segments[1])
     tensors: tuple[Tensor | None, ...] = (None,) * 6
-    if impl != "reference" and tiled(impl, n["M"], n["N"], n["D"], k):
+    if impl != "reference" and tiled(impl, n["M"], n["N"]):
         given = None if index is None or index.impl != impl else index[:3]
         of_points = given or build(points.detach(), segments[1], impl)
         of_queries = build(queries.detach(), segments[0], impl) if impl == "triton" else (None, None, None)
