@@ -2,6 +2,11 @@
 
 # ruff: noqa: E731 (short functions read better on one line)
 
+import copy
+import pickle
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
@@ -72,6 +77,7 @@ def test_sizes_alone_decide():
         (lambda p: p.bfloat16(), "dtype"),
         (lambda p: p.clone(), "moved or written"),
         (lambda p: p.add_(1), "moved or written"),
+        (lambda p: p.t().contiguous().t(), "moved or written"),
     ],
 )
 def test_wrong_points_are_refused(points, word):
@@ -82,6 +88,87 @@ def test_wrong_points_are_refused(points, word):
     queries = torch.rand(*other.shape[:-2], 5, other.shape[-1]).to(other.dtype)
     with pytest.raises(ValueError, match=rf"knn: index must .*{word}.*PointIndex.build\(points\)"):
         sonde.knn(queries, other, 3, index=index)
+
+
+def test_points_in_the_place_of_others_are_refused():
+    """An index keeps its points alive no longer than their owner does; what the allocator puts there next are others."""
+    queries, points, _ = made(N=3000)
+    index = sonde.PointIndex.build(points)
+    was, alive = points.data_ptr(), weakref.ref(points.untyped_storage())
+    del points
+    assert alive() is None
+    others = []
+    while len(others) < 100 and (not others or others[-1].data_ptr() != was):
+        others.append(torch.rand(3000, 3))
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries, others[-1], 3, index=index)
+
+
+def test_points_of_another_layout_are_refused():
+    """The same address, shape and version, but other elements between them."""
+    queries, whole = torch.rand(5, 3), torch.rand(100, 6)
+    index = sonde.PointIndex.build(whole[:, :3])
+    assert same_bits(sonde.knn(queries, whole[:, :3], 3, index=index), sonde.knn(queries, whole[:, :3], 3))
+    for others in (whole.view(200, 3)[:100], whole[:, 3:]):
+        with pytest.raises(ValueError, match="knn: index must be that of these points"):
+            sonde.knn(queries, others, 3, index=index)
+
+
+@pytest.mark.parametrize("view", [lambda p: p.detach(), lambda p: p.view_as(p), lambda p: p[:], lambda p: p.view(-1).view(-1, 3)])
+def test_views_of_the_same_elements_are_the_points(view):
+    queries, points, _ = made()
+    index = copy.deepcopy(sonde.PointIndex.build(points))
+    sonde.knn(queries, view(points), 3, index=index)
+    with torch.inference_mode():
+        points = points.clone()
+        sonde.knn(queries, view(points), 3, index=sonde.PointIndex.build(points))
+
+
+def test_a_pickled_index_has_lost_its_points():
+    """It can be pickled; then it is that of points elsewhere."""
+    queries, points, _ = made()
+    index = sonde.PointIndex.build(points)
+    again = pickle.loads(pickle.dumps(index))
+    assert same_bits(again[:3], index[:3])
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries, points, 3, index=again)
+
+
+@pytest.mark.parametrize("name", ["numba", "reference"])
+def test_is_mapped_where_points_are(name):
+    """An index of one row is not that of all rows; one that is built inside of torch.vmap is, and so is that of shared points."""
+    if name == "numba":
+        pytest.importorskip("numba")
+    queries, points = torch.rand(2, 5, 3), torch.rand(2, 200, 3)
+    build, search = partial(sonde.PointIndex.build, impl=name), partial(sonde.knn, k=3, impl=name)
+    want = search(queries, points).indices
+    one = build(points[0])
+    got = torch.vmap(lambda q, p: search(q, p, index=build(p)).indices)(queries, points)
+    assert torch.equal(got, want)
+    got = torch.vmap(lambda q: search(q, points[0], index=one).indices)(queries)
+    assert torch.equal(got[0], want[0])
+    with pytest.raises(ValueError, match=r"knn: index must be mapped by torch\.vmap where points are; build it inside"):
+        torch.vmap(lambda q, p: search(q, p, index=one).indices)(queries, points)
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        torch.vmap(lambda q: search(q, points[1], index=one).indices)(queries)
+    with pytest.raises(ValueError, match="knn: index must be mapped"):
+        torch.vmap(lambda q, p: search(q, points[0], index=build(p)).indices)(queries, points)
+
+
+def test_torch_func_knows_the_points():
+    """What torch.func differentiates by is the caller's tensor, in every nesting."""
+    queries, points, _ = made()
+    own, index = points[:100], sonde.PointIndex.build(points[:100])
+    length = lambda p: sonde.knn(queries, p, 3, index=index).distances.sum()
+    inside = lambda p: sonde.knn(queries, p, 3, index=sonde.PointIndex.build(p)).distances.sum()
+    torch.testing.assert_close(torch.func.grad(length)(own), torch.func.grad(inside)(own))
+    rows = points.view(2, 100, 3)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(inside))(rows)[0], torch.func.grad(inside)(own))
+    torch.func.jvp(length, (own,), (own,))
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        torch.func.grad(length)(points[100:])
+    with pytest.raises(ValueError, match="knn: index must be mapped"):
+        torch.vmap(torch.func.grad(length))(rows)
 
 
 def test_wrong_things_are_refused():

@@ -14,9 +14,13 @@ DIMENSIONS = 3  # that kernels have; more go through the reference
 
 def in_sight(*tensors: Tensor) -> bool:
     """Whether numbers may be looked at: nobody traces, maps or plans."""
+    return in_memory(*tensors) and not torch._C._are_functorch_transforms_active()
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether there are numbers: nobody traces or plans."""
     return (
         not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and all(t.device.type != "meta" for t in tensors)
     )
