@@ -12,6 +12,7 @@ import torch
 
 import sonde
 from helpers import same_bits, value_and_grads
+from sonde.jit import Unsupported
 from sonde.points import _points
 
 
@@ -188,6 +189,18 @@ def test_wrong_things_are_refused():
         sonde.PointIndex.build(points[None], batch=[0, 200])
     with pytest.raises(TypeError, match=r"PointIndex\.build: points must be a tensor"):
         sonde.PointIndex.build([1.0])
+
+
+def test_a_kernel_by_name_is_that_kernel():
+    """As in every search: what no kernel can take is refused where one is asked for, and by default the reference takes it."""
+    points = torch.rand(9, 4)
+    for impl in ("auto", "reference"):
+        assert sonde.PointIndex.build(points, impl=impl).impl == "reference"
+    with pytest.raises(ValueError, match=r"PointIndex\.build: impl='bogus' must be one of 'auto'"):
+        sonde.PointIndex.build(points, impl="bogus")
+    pytest.importorskip("numba")
+    with pytest.raises(Unsupported, match=r"PointIndex\.build: impl='numba' has kernels for 1 to 3 dimensions, got 4"):
+        sonde.PointIndex.build(points, impl="numba")
 
 
 def test_wide_queries_search_narrow_points():

@@ -1,4 +1,4 @@
-"""Numbers and offsets that calls bring along, checked where the host knows them."""
+"""Numbers and offsets that calls bring along, checked where the host knows them, and who has kernels for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..jit import Unsupported
+from ..op import plan
+
 DIMENSIONS = 3  # that kernels have; more go through the reference
+NEIGHBOURS = 64  # that a GPU kernel holds
+
+
+def implementation(name: str, impl: str, tensor: Tensor, D: int, k: int | None = None) -> str:
+    """Who runs: `impl`, or an error that says why it cannot; ``"auto"`` goes through the reference where kernels end."""
+    chosen = plan.choose(name, impl, tensor)
+    if chosen == "reference":
+        return chosen
+    reason = None
+    if D > DIMENSIONS:
+        reason = f"has kernels for 1 to {DIMENSIONS} dimensions, got {D}"
+    elif chosen == "triton" and k is not None and k > NEIGHBOURS:
+        reason = f"has kernels for k up to {NEIGHBOURS}, got {k}"
+    if reason and impl != "auto":
+        raise Unsupported(f"{name}: impl={impl!r} {reason}; use impl='auto' or impl='reference'")
+    return "reference" if reason else chosen
 
 
 def in_sight(*tensors: Tensor) -> bool:

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..jit import Unsupported
 from ..op import checks, plan
-from ._numbers import DIMENSIONS, offsets, plain, positive
+from ._numbers import implementation, offsets, plain, positive
 from .point_index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 
-NEIGHBOURS = 64  # that a GPU kernel holds
 FEW = 64  # points that a CPU compares one by one
 PAIRS, MANY = 5 * 10**7, 8192  # pairs, and points, up to which a GPU compares all queries with all points
 
@@ -73,7 +71,7 @@ def form(
     if n["D"] == 0:
         raise ValueError(f"{name}: points must have at least one dimension; got {list(points.shape)}")
     segments = _offsets(name, batch, batched, n["M"], n["N"], queries.device)
-    impl = _implementation(name, impl, queries, n["D"], k)
+    impl = implementation(name, impl, queries, n["D"], k)
     source, dtype = points, torch.promote_types(torch.promote_types(queries.dtype, points.dtype), torch.float32)
     if not batched:
         queries, points = _row(queries), _row(points)
@@ -95,20 +93,6 @@ def _row(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not plan.recording():
         return x.unsqueeze(0)
     return x.detach().unsqueeze(0).requires_grad_(x.requires_grad)
-
-
-def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None) -> str:
-    chosen = plan.choose(name, impl, queries)
-    if chosen == "reference":
-        return chosen
-    reason = None
-    if D > DIMENSIONS:
-        reason = f"has kernels for 1 to {DIMENSIONS} dimensions, got {D}"
-    elif chosen == "triton" and k is not None and k > NEIGHBOURS:
-        reason = f"has kernels for k up to {NEIGHBOURS}, got {k}"
-    if reason and impl != "auto":
-        raise Unsupported(f"{name}: impl={impl!r} {reason}; use impl='auto' or impl='reference'")
-    return "reference" if reason else chosen
 
 
 def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

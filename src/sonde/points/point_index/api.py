@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import checks, plan
+from ...op import checks
 from ...op.library import operator
 from ...op.plan import Impl
-from .._numbers import DIMENSIONS, in_memory, offsets, plain
+from .._numbers import implementation, in_memory, offsets, plain
 from . import reference
 
 NAME = "PointIndex.build"
@@ -122,7 +122,7 @@ class PointIndex(NamedTuple):
         if batch is not None and batched:
             raise ValueError(f"{NAME}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
         segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
-        chosen = plan.choose(NAME, impl, points) if n["D"] <= DIMENSIONS else "reference"
+        chosen = implementation(NAME, impl, points, n["D"])
         dtype = torch.promote_types(points.dtype, torch.float32)
         canonical = (points if batched else points.unsqueeze(0)).detach().to(dtype).contiguous()
         made, seen = build(canonical, segments, chosen), _seen(points)[0]
