@@ -1,14 +1,15 @@
-"""What a plan says of a search: who runs, what depends on the batch."""
+"""What a plan says of a search: who runs, what depends on the batch, what an index takes."""
 
-# ruff: noqa: E731 (short functions read better on one line)
-
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
 
 import sonde
+from helpers import Allocations
 from sonde.op.plan import Determinism
+from sonde.points import _points
 
 CALLS = {
     "knn": lambda q, p, f, s, **options: sonde.knn(q, p, 3, **options).distances,
@@ -57,3 +58,39 @@ def test_the_batch_splits_the_sum_of_a_width(name, numba_target):
 
     assert all(map(torch.equal, bits(2), bits(2)))
     assert all(map(torch.equal, bits(1)[:3], bits(2)[:3]))
+
+
+def size(tensors) -> int:
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_index_takes_memory(name, target, monkeypatch):
+    """That of a call's own making is its workspace, from its building until all gradients are there; one that is given is not."""
+    monkeypatch.setattr(_points, "PAIRS", 0)
+    args = [a.detach().to(target.device).requires_grad_() for a in made(2, 30, 200)]
+    call = partial(CALLS[name], impl=target.impl)
+    queries, points, *_ = args
+    index = sonde.PointIndex.build(points, impl=target.impl)
+    of_points = size(index)
+    of_queries = size(sonde.PointIndex.build(queries, impl=target.impl)) if target.impl == "triton" else 0
+    given, own = sonde.explain(call, *args, index=index), sonde.explain(call, *args)
+    built = sonde.explain(lambda: sonde.PointIndex.build(points, impl=target.impl))
+    assert own.operator.endswith(given.operator)
+    assert own.kernels[0].workspace == built.kernels[0].workspace + of_points
+    more = [k.workspace for k in own.kernels[len(built.kernels) :]]
+    assert more == [k.workspace + of_points for k in given.kernels]
+    assert all(k.workspace >= of_queries for k in given.kernels)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_workspace_of_a_whole_call(name, numba_target):
+    """What a call allocates on its way, its index included, is what the plan says."""
+    args = [a.detach() for a in made(1, 10, 20_000)]
+    args[0] += 10  # where nobody is within a radius
+    CALLS[name](*args)
+    plan = sonde.explain(CALLS[name], *args)
+    with Allocations() as seen:
+        CALLS[name](*args)
+    assert 0.9 * seen.peak <= plan.workspace + 8192
+    assert plan.workspace <= 1.1 * seen.peak + 8192

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Form(NamedTuple):
     points: Tensor
     features: Tensor | None
     tiles: tuple[Tensor | None, ...]  # the index of the points, and that of the queries
+    made: tuple[Tensor | None, ...]  # those of them that no caller gave
     offsets: tuple[Tensor | None, Tensor | None]
     batched: bool
     impl: str
@@ -44,6 +45,12 @@ class Form(NamedTuple):
         """As the schemas have them first."""
         given = (self.queries, self.points) if self.features is None else (self.queries, self.points, self.features)
         return (*given, *self.tiles, *self.offsets)
+
+    def call(self, operator: Callable, *args: Any) -> Any:
+        """A registered operator's results."""
+        out = operator(*args, impl=self.impl)
+        plan.hold(*self.made)
+        return out
 
     def rows(self, x: Tensor) -> Tensor:
         """A result as the caller's arguments have it."""
@@ -80,12 +87,18 @@ def form(
     if index is not None:
         index = PointIndex.checked(index, name, source, dtype, segments[1])
     tensors: tuple[Tensor | None, ...] = (None,) * 6
+    made: tuple[Tensor | None, ...] = ()
     if impl != "reference" and tiled(impl, n["M"], n["N"], n["D"], k):
         given = None if index is None or index.impl != impl else index[:3]
-        of_points = given or build(points.detach(), segments[1], impl)
-        of_queries = build(queries.detach(), segments[0], impl) if impl == "triton" else (None, None, None)
-        tensors = (*of_points, *of_queries)
-    return Form(queries, points, features.contiguous() if aggregates else None, tensors, segments, batched, impl)
+        if given is None:
+            made = build(points.detach(), segments[1], impl)
+            plan.hold(*made)
+        tensors = (*(given or made), None, None, None)
+        if impl == "triton":
+            of_queries = build(queries.detach(), segments[0], impl)
+            made, tensors = (*made, *of_queries), (*tensors[:3], *of_queries)
+            plan.hold(*made)
+    return Form(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl)
 
 
 def _row(x: Tensor) -> Tensor:

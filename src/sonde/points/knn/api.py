@@ -94,5 +94,5 @@ def knn(
         Neighbors(distances=tensor([[0., 1.]]), indices=tensor([[0, 2]]))
     """
     form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
-    distances, indices = _knn(*form.operands(), k, impl=form.impl)
+    distances, indices = form.call(_knn, *form.operands(), k)
     return Neighbors(form.rows(distances), form.rows(indices))

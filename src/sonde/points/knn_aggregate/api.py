@@ -97,4 +97,4 @@ def knn_aggregate(
         tensor([[2.]])
     """
     form, args = _form(queries, points, features, k, sigma, index, batch, impl)
-    return form.rows(_knn_aggregate(*args, impl=form.impl)[0])
+    return form.rows(form.call(_knn_aggregate, *args)[0])

@@ -99,4 +99,4 @@ def radius_aggregate(
                 [0.]])
     """
     form, args = _form(queries, points, features, radius, sigma, index, batch, impl)
-    return form.rows(_radius_aggregate(*args, impl=form.impl)[0])
+    return form.rows(form.call(_radius_aggregate, *args)[0])
