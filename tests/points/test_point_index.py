@@ -4,6 +4,7 @@
 
 import copy
 import pickle
+import re
 import weakref
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import sonde
-from helpers import same_bits, value_and_grads
+from helpers import Target, same_bits, value_and_grads
 from sonde.jit import Unsupported
 from sonde.points import _points
 
@@ -259,3 +260,33 @@ def test_orders_all_points(impl):
         assert not index.sorted[b, at].isfinite().all()
         rest = torch.arange(100) != at
         assert torch.equal(index.sorted[b].cpu()[rest], ordered[b, rest])
+
+
+@pytest.mark.parametrize(
+    ("impl", "M", "N", "points", "word"),
+    [
+        ("numba", 5, 70, dict(min=65), None),
+        ("numba", 5, 50, dict(max=64), None),
+        ("numba", 5, 70, dict(min=2), "Dim('N', min=65)"),
+        ("triton", 6_000, 9_000, dict(min=8_193), None),
+        ("triton", 5_000, 9_000, dict(min=8_193), None),
+        ("triton", 5_000, 9_000, dict(min=2), "Dim('N', min=8193)"),
+        ("triton", 5_000, 5_000, dict(min=2), "Dim('N', max=8192)"),
+    ],
+)
+def test_an_exported_graph_is_of_one_algorithm(impl, M, N, points, word):
+    """Which one is a matter of sizes, so dynamic ones lie on one side; of many points, whatever the number of queries is."""
+    pytest.importorskip(impl)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, p):
+            return sonde.knn(q, p, 3, impl=impl)
+
+    dims = {0: torch.export.Dim("M")}, {0: torch.export.Dim("N", **points)}
+    args = torch.empty(M, 3, device=Target(impl).device), torch.empty(N, 3, device=Target(impl).device)
+    if word is None:
+        program = torch.export.export(Model(), args, dynamic_shapes=dims)
+        assert not getattr(program, "_guards_code", [])
+    else:
+        with pytest.raises(Exception, match=re.escape(word)):
+            torch.export.export(Model(), args, dynamic_shapes=dims)

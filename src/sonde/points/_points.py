@@ -26,7 +26,7 @@ def tiled(impl: str, M: int, N: int, D: int, k: int | None) -> bool:
     """Whether a search goes by boxes of sorted points: a matter of sizes alone, so that an index changes no bit."""
     if impl == "numba":
         return N > FEW
-    return impl == "triton" and (M * N > PAIRS or N > MANY)
+    return impl == "triton" and (N > MANY or M * N > PAIRS)
 
 
 class Form(NamedTuple):
