@@ -14,7 +14,7 @@ from .point_index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 
-FEW = 64  # points that a CPU compares one by one
+FEW = 64  # points of which each pass on a CPU makes a tree of its own
 PAIRS, MANY = 5 * 10**7, 8192  # pairs, and points, up to which a GPU compares all queries with all points
 
 INDEX = "Tensor? order, Tensor? sorted, Tensor? boxes, Tensor? qorder, Tensor? qsorted, Tensor? qboxes"
