@@ -2,11 +2,18 @@
 
 # ruff: noqa: E731 (short functions read better on one line)
 
+import copy
+import pickle
+import re
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
 import sonde
-from helpers import same_bits, value_and_grads
+from helpers import Target, same_bits, value_and_grads
+from sonde.jit import Unsupported
 from sonde.points import _points
 
 
@@ -72,6 +79,7 @@ def test_sizes_alone_decide():
         (lambda p: p.bfloat16(), "dtype"),
         (lambda p: p.clone(), "moved or written"),
         (lambda p: p.add_(1), "moved or written"),
+        (lambda p: p.t().contiguous().t(), "moved or written"),
     ],
 )
 def test_wrong_points_are_refused(points, word):
@@ -82,6 +90,87 @@ def test_wrong_points_are_refused(points, word):
     queries = torch.rand(*other.shape[:-2], 5, other.shape[-1]).to(other.dtype)
     with pytest.raises(ValueError, match=rf"knn: index must .*{word}.*PointIndex.build\(points\)"):
         sonde.knn(queries, other, 3, index=index)
+
+
+def test_points_in_the_place_of_others_are_refused():
+    """An index keeps its points alive no longer than their owner does; what the allocator puts there next are others."""
+    queries, points, _ = made(N=3000)
+    index = sonde.PointIndex.build(points)
+    was, alive = points.data_ptr(), weakref.ref(points.untyped_storage())
+    del points
+    assert alive() is None
+    others = []
+    while len(others) < 100 and (not others or others[-1].data_ptr() != was):
+        others.append(torch.rand(3000, 3))
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries, others[-1], 3, index=index)
+
+
+def test_points_of_another_layout_are_refused():
+    """The same address, shape and version, but other elements between them."""
+    queries, whole = torch.rand(5, 3), torch.rand(100, 6)
+    index = sonde.PointIndex.build(whole[:, :3])
+    assert same_bits(sonde.knn(queries, whole[:, :3], 3, index=index), sonde.knn(queries, whole[:, :3], 3))
+    for others in (whole.view(200, 3)[:100], whole[:, 3:]):
+        with pytest.raises(ValueError, match="knn: index must be that of these points"):
+            sonde.knn(queries, others, 3, index=index)
+
+
+@pytest.mark.parametrize("view", [lambda p: p.detach(), lambda p: p.view_as(p), lambda p: p[:], lambda p: p.view(-1).view(-1, 3)])
+def test_views_of_the_same_elements_are_the_points(view):
+    queries, points, _ = made()
+    index = copy.deepcopy(sonde.PointIndex.build(points))
+    sonde.knn(queries, view(points), 3, index=index)
+    with torch.inference_mode():
+        points = points.clone()
+        sonde.knn(queries, view(points), 3, index=sonde.PointIndex.build(points))
+
+
+def test_a_pickled_index_has_lost_its_points():
+    """It can be pickled; then it is that of points elsewhere."""
+    queries, points, _ = made()
+    index = sonde.PointIndex.build(points)
+    again = pickle.loads(pickle.dumps(index))
+    assert same_bits(again[:3], index[:3])
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries, points, 3, index=again)
+
+
+@pytest.mark.parametrize("name", ["numba", "reference"])
+def test_is_mapped_where_points_are(name):
+    """An index of one row is not that of all rows; one that is built inside of torch.vmap is, and so is that of shared points."""
+    if name == "numba":
+        pytest.importorskip("numba")
+    queries, points = torch.rand(2, 5, 3), torch.rand(2, 200, 3)
+    build, search = partial(sonde.PointIndex.build, impl=name), partial(sonde.knn, k=3, impl=name)
+    want = search(queries, points).indices
+    one = build(points[0])
+    got = torch.vmap(lambda q, p: search(q, p, index=build(p)).indices)(queries, points)
+    assert torch.equal(got, want)
+    got = torch.vmap(lambda q: search(q, points[0], index=one).indices)(queries)
+    assert torch.equal(got[0], want[0])
+    with pytest.raises(ValueError, match=r"knn: index must be mapped by torch\.vmap where points are; build it inside"):
+        torch.vmap(lambda q, p: search(q, p, index=one).indices)(queries, points)
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        torch.vmap(lambda q: search(q, points[1], index=one).indices)(queries)
+    with pytest.raises(ValueError, match="knn: index must be mapped"):
+        torch.vmap(lambda q, p: search(q, points[0], index=build(p)).indices)(queries, points)
+
+
+def test_torch_func_knows_the_points():
+    """What torch.func differentiates by is the caller's tensor, in every nesting."""
+    queries, points, _ = made()
+    own, index = points[:100], sonde.PointIndex.build(points[:100])
+    length = lambda p: sonde.knn(queries, p, 3, index=index).distances.sum()
+    inside = lambda p: sonde.knn(queries, p, 3, index=sonde.PointIndex.build(p)).distances.sum()
+    torch.testing.assert_close(torch.func.grad(length)(own), torch.func.grad(inside)(own))
+    rows = points.view(2, 100, 3)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(inside))(rows)[0], torch.func.grad(inside)(own))
+    torch.func.jvp(length, (own,), (own,))
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        torch.func.grad(length)(points[100:])
+    with pytest.raises(ValueError, match="knn: index must be mapped"):
+        torch.vmap(torch.func.grad(length))(rows)
 
 
 def test_wrong_things_are_refused():
@@ -101,6 +190,18 @@ def test_wrong_things_are_refused():
         sonde.PointIndex.build(points[None], batch=[0, 200])
     with pytest.raises(TypeError, match=r"PointIndex\.build: points must be a tensor"):
         sonde.PointIndex.build([1.0])
+
+
+def test_a_kernel_by_name_is_that_kernel():
+    """As in every search: what no kernel can take is refused where one is asked for, and by default the reference takes it."""
+    points = torch.rand(9, 4)
+    for impl in ("auto", "reference"):
+        assert sonde.PointIndex.build(points, impl=impl).impl == "reference"
+    with pytest.raises(ValueError, match=r"PointIndex\.build: impl='bogus' must be one of 'auto'"):
+        sonde.PointIndex.build(points, impl="bogus")
+    pytest.importorskip("numba")
+    with pytest.raises(Unsupported, match=r"PointIndex\.build: impl='numba' has kernels for 1 to 3 dimensions, got 4"):
+        sonde.PointIndex.build(points, impl="numba")
 
 
 def test_wide_queries_search_narrow_points():
@@ -159,3 +260,33 @@ def test_orders_all_points(impl):
         assert not index.sorted[b, at].isfinite().all()
         rest = torch.arange(100) != at
         assert torch.equal(index.sorted[b].cpu()[rest], ordered[b, rest])
+
+
+@pytest.mark.parametrize(
+    ("impl", "M", "N", "points", "word"),
+    [
+        ("numba", 5, 70, dict(min=65), None),
+        ("numba", 5, 50, dict(max=64), None),
+        ("numba", 5, 70, dict(min=2), "Dim('N', min=65)"),
+        ("triton", 6_000, 9_000, dict(min=8_193), None),
+        ("triton", 5_000, 9_000, dict(min=8_193), None),
+        ("triton", 5_000, 9_000, dict(min=2), "Dim('N', min=8193)"),
+        ("triton", 5_000, 5_000, dict(min=2), "Dim('N', max=8192)"),
+    ],
+)
+def test_an_exported_graph_is_of_one_algorithm(impl, M, N, points, word):
+    """Which one is a matter of sizes, so dynamic ones lie on one side; of many points, whatever the number of queries is."""
+    pytest.importorskip(impl)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, p):
+            return sonde.knn(q, p, 3, impl=impl)
+
+    dims = {0: torch.export.Dim("M")}, {0: torch.export.Dim("N", **points)}
+    args = torch.empty(M, 3, device=Target(impl).device), torch.empty(N, 3, device=Target(impl).device)
+    if word is None:
+        program = torch.export.export(Model(), args, dynamic_shapes=dims)
+        assert not getattr(program, "_guards_code", [])
+    else:
+        with pytest.raises(Exception, match=re.escape(word)):
+            torch.export.export(Model(), args, dynamic_shapes=dims)

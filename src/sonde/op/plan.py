@@ -131,6 +131,16 @@ def record(name: str, impl: str, kernels: Any, args: Sequence, wanted: Sequence[
     plans.append(Plan(name, impl, tuple(found)))
 
 
+def hold(*tensors: Tensor | None, backward: bool = False) -> None:
+    """While the operator that was recorded last is at work, or its gradients, too, the call has these: it made them for itself."""
+    plans = None if torch.compiler.is_compiling() else _plans.get()
+    if plans:
+        held = sum(t.nbytes for t in tensors if t is not None)
+        more = {"forward": held, "backward": held if backward else 0}
+        kernels = tuple(replace(k, workspace=k.workspace + more[k.phase]) for k in plans[-1].kernels)
+        plans[-1] = replace(plans[-1], kernels=kernels)
+
+
 def explain(function: Callable, *args, **kwargs) -> Plan:
     """What ``function(*args, **kwargs)`` would launch, for its value and for the gradients that its arguments ask for.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..op.cpu import jit, run
 from ..op.plan import Determinism, Kernel
 from . import _cpu_tree as trees
-from ._cpu_segments import Lists, lists, sums
+from ._cpu_segments import Lists, gather, lists, sums
 from .point_index.cpu import forward as build
 
 Opt = Tensor | None
@@ -57,10 +57,11 @@ def search_kernels(args: Sequence, k: int, needs: Sequence[bool], extra: int = 0
     padded = (D < 3) * 3 * B * (M + 2 * N) * size
     kinds = queries.dtype, Determinism.BATCH_INVARIANT
     made = [Kernel(neighbours.__name__, ("out",), *kinds, small + padded)]
-    names = [name for name, need in zip(("queries", "points"), needs) if need]
-    if names:
-        used = padded + B * M * k * (2 * size + 8) + B * (M + N) * 3 * size + extra
-        made.append(Kernel(pull.__name__, tuple(names), *kinds, used, "backward"))
+    used = padded + B * M * k * (2 * size + 8) + B * (M + N) * 3 * size + extra
+    if any(needs):
+        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), *kinds, used, "backward"))
+    if needs[1]:
+        made.append(Kernel(gather.__name__, ("points",), *kinds, used, "backward"))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Numbers and offsets that calls bring along, checked where the host knows them."""
+"""Numbers and offsets that calls bring along, checked where the host knows them, and who has kernels for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..jit import Unsupported
+from ..op import plan
+
 DIMENSIONS = 3  # that kernels have; more go through the reference
+NEIGHBOURS = 64  # that a GPU kernel holds
+
+
+def implementation(name: str, impl: str, tensor: Tensor, D: int, k: int | None = None, rows: int = 0) -> str:
+    """Who runs: `impl`, or an error that says why it cannot; ``"auto"`` goes through the reference where kernels end."""
+    chosen = plan.choose(name, impl, tensor)
+    if chosen == "reference":
+        return chosen
+    reason = None
+    if D > DIMENSIONS:
+        reason = f"has kernels for 1 to {DIMENSIONS} dimensions, got {D}"
+    elif chosen == "triton" and k is not None and k > NEIGHBOURS:
+        reason = f"has kernels for k up to {NEIGHBOURS}, got {k}"
+    elif chosen == "triton" and k is not None and not torch.compiler.is_compiling() and rows * k >= 2**31:
+        reason = f"has kernels for fewer than 2³¹ neighbours in all, got {rows} × {k}"
+    if reason and impl != "auto":
+        raise Unsupported(f"{name}: impl={impl!r} {reason}; use impl='auto' or impl='reference'")
+    return "reference" if reason else chosen
 
 
 def in_sight(*tensors: Tensor) -> bool:
     """Whether numbers may be looked at: nobody traces, maps or plans."""
+    return in_memory(*tensors) and not torch._C._are_functorch_transforms_active()
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether there are numbers: nobody traces or plans."""
     return (
         not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and all(t.device.type != "meta" for t in tensors)
     )

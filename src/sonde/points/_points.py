@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..jit import Unsupported
 from ..op import checks, plan
-from ._numbers import DIMENSIONS, offsets, plain, positive
+from ._numbers import implementation, offsets, plain, positive
 from .point_index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 
-NEIGHBOURS = 64  # that a GPU kernel holds
-FEW = 64  # points that a CPU compares one by one
+FEW = 64  # points of which each pass on a CPU makes a tree of its own
 PAIRS, MANY = 5 * 10**7, 8192  # pairs, and points, up to which a GPU compares all queries with all points
 
 INDEX = "Tensor? order, Tensor? sorted, Tensor? boxes, Tensor? qorder, Tensor? qsorted, Tensor? qboxes"
@@ -29,7 +27,7 @@ def tiled(impl: str, M: int, N: int) -> bool:
     """Whether a search goes by boxes of sorted points: a matter of sizes alone, so that an index changes no bit."""
     if impl == "numba":
         return N > FEW
-    return impl == "triton" and (M * N > PAIRS or N > MANY)
+    return impl == "triton" and (N > MANY or M * N > PAIRS)
 
 
 class Form(NamedTuple):
@@ -39,6 +37,7 @@ class Form(NamedTuple):
     points: Tensor
     features: Tensor | None
     tiles: tuple[Tensor | None, ...]  # the index of the points, and that of the queries
+    made: tuple[Tensor | None, ...]  # those of them that no caller gave
     offsets: tuple[Tensor | None, Tensor | None]
     batched: bool
     impl: str
@@ -47,6 +46,12 @@ class Form(NamedTuple):
         """As the schemas have them first."""
         given = (self.queries, self.points) if self.features is None else (self.queries, self.points, self.features)
         return (*given, *self.tiles, *self.offsets)
+
+    def call(self, operator: Callable, *args: Any, keeps: bool = False) -> Any:
+        """A registered operator's results; `keeps`: its backward pass needs the index."""
+        out = operator(*args, impl=self.impl)
+        plan.hold(*self.made, backward=keeps)
+        return out
 
     def rows(self, x: Tensor) -> Tensor:
         """A result as the caller's arguments have it."""
@@ -74,7 +79,7 @@ def form(
     if n["D"] == 0:
         raise ValueError(f"{name}: points must have at least one dimension; got {list(points.shape)}")
     segments = _offsets(name, batch, batched, n["M"], n["N"], queries.device)
-    impl = _implementation(name, impl, queries, n["D"], k, n.get("B", 1) * n["M"])
+    impl = implementation(name, impl, queries, n["D"], k, n.get("B", 1) * n["M"])
     source, dtype = points, torch.promote_types(torch.promote_types(queries.dtype, points.dtype), torch.float32)
     if not batched:
         queries, points = _row(queries), _row(points)
@@ -83,12 +88,18 @@ def form(
     if index is not None:
         index = PointIndex.checked(index, name, source, dtype, segments[1])
     tensors: tuple[Tensor | None, ...] = (None,) * 6
+    made: tuple[Tensor | None, ...] = ()
     if impl != "reference" and tiled(impl, n["M"], n["N"]):
         given = None if index is None or index.impl != impl else index[:3]
-        of_points = given or build(points.detach(), segments[1], impl)
-        of_queries = build(queries.detach(), segments[0], impl) if impl == "triton" else (None, None, None)
-        tensors = (*of_points, *of_queries)
-    return Form(queries, points, features.contiguous() if aggregates else None, tensors, segments, batched, impl)
+        if given is None:
+            made = build(points.detach(), segments[1], impl)
+            plan.hold(*made)
+        tensors = (*(given or made), None, None, None)
+        if impl == "triton":
+            of_queries = build(queries.detach(), segments[0], impl)
+            made, tensors = (*made, *of_queries), (*tensors[:3], *of_queries)
+            plan.hold(*made)
+    return Form(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl)
 
 
 def _row(x: Tensor) -> Tensor:
@@ -96,22 +107,6 @@ def _row(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not plan.recording():
         return x.unsqueeze(0)
     return x.detach().unsqueeze(0).requires_grad_(x.requires_grad)
-
-
-def _implementation(name: str, impl: str, queries: Tensor, D: int, k: int | None, rows: int = 0) -> str:
-    chosen = plan.choose(name, impl, queries)
-    if chosen == "reference":
-        return chosen
-    reason = None
-    if D > DIMENSIONS:
-        reason = f"has kernels for 1 to {DIMENSIONS} dimensions, got {D}"
-    elif chosen == "triton" and k is not None and k > NEIGHBOURS:
-        reason = f"has kernels for k up to {NEIGHBOURS}, got {k}"
-    elif chosen == "triton" and k is not None and rows * k >= 2**31:
-        reason = f"has kernels for fewer than 2³¹ neighbours in all, got {rows} × {k}"
-    if reason and impl != "auto":
-        raise Unsupported(f"{name}: impl={impl!r} {reason}; use impl='auto' or impl='reference'")
-    return "reference" if reason else chosen
 
 
 def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -74,7 +74,8 @@ def knn(
         implementation has the same bits and the same ties, and ties go to the lower index. A point or a query that is not
         finite has no neighbours, nor is there one at an infinite distance. Where there are fewer than k, distances are +inf
         and indices −1. Distances are differentiable in queries and points; at d = 0 the subgradient is 0. Every result
-        and every gradient is deterministic. 1 to 3 dimensions are fused, more go through the reference.
+        and every gradient of a kernel is deterministic. 1 to 3 dimensions are fused, more go through the reference, and on GPUs so
+        does k > 64; there torch adds the gradient of points by atomics, unless told to be deterministic.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
@@ -95,5 +96,5 @@ def knn(
         Neighbors(distances=tensor([[0., 1.]]), indices=tensor([[0, 2]]))
     """
     form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
-    distances, indices = _knn(*form.operands(), k, impl=form.impl)
+    distances, indices = form.call(_knn, *form.operands(), k)
     return Neighbors(form.rows(distances), form.rows(indices))

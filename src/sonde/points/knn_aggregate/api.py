@@ -75,14 +75,16 @@ def knn_aggregate(
         may differ in dtype; sums run in float32, or in float64 if an operand is float64. Queries, points, features and, where
         it is a tensor, σ have gradients: the first derivative is fused, higher ones and forward mode go through the
         reference; neighbours are held fixed. At d = 0 the distance's subgradient is 0, and a single neighbour gives exactly zero
-        to queries and points. Every result and every gradient is deterministic.
+        to queries and points. Every result and every gradient of a kernel is deterministic. More than 3 dimensions, and on GPUs
+        k > 64, go through the reference; there torch adds the gradients of points and features by atomics, unless told to be
+        deterministic.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
         k: How many neighbours, at least 1; GPU kernels have up to 64.
-        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``.
+        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``; all segments of a ragged batch share one.
         index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
@@ -98,4 +100,4 @@ def knn_aggregate(
         tensor([[2.]])
     """
     form, args = _form(queries, points, features, k, sigma, index, batch, impl)
-    return form.rows(_knn_aggregate(*args, impl=form.impl)[0])
+    return form.rows(form.call(_knn_aggregate, *args)[0])

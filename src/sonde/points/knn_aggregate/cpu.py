@@ -15,7 +15,7 @@ from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
 from .._cpu_rows import copied, dense, dot, falls, widths
-from .._cpu_segments import lists, sums
+from .._cpu_segments import gather, lists, sums
 
 NAMES = ("queries", "points", "features", "sigma")
 
@@ -71,10 +71,12 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
     if names:
         padded = (D < 3) * 3 * B * (M + N) * queries.dtype.itemsize
         used = copies + padded + B * M * (2 * k + 4 + rounded * F) * size + B * (N * (3 + F) + M * k // 4096 * (3 + F)) * size
-        made.append(Kernel(pull.__name__, tuple(n for n in names if n in ("queries", "sigma")), wide, invariant, used, "backward"))
+        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
         if needs[1] or needs[2]:
             writes = tuple(n for n in names if n in ("points", "features"))
-            made.append(Kernel("gather", writes, wide, invariant, used, "backward"))
+            made.append(Kernel(gather.__name__, writes, wide, invariant, used, "backward"))
+        if needs[3]:
+            made.append(Kernel("torch.sum", ("sigma",), wide, Determinism.RUN_TO_RUN, used, "backward"))
     return made
 
 

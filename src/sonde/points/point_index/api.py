@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import checks, plan
+from ...op import checks
 from ...op.library import operator
 from ...op.plan import Impl
-from .._numbers import DIMENSIONS, offsets, plain
+from .._numbers import implementation, in_memory, offsets, plain
 from . import reference
 
 NAME = "PointIndex.build"
@@ -48,11 +49,44 @@ def build(points: Tensor, point_offsets: Tensor | None, impl: str) -> tuple[Tens
     return _point_index(points, point_offsets, impl=impl)
 
 
-def _state(points: Tensor) -> tuple[int, int] | None:
-    """Where the points lie and how often they were written, as far as that can be known."""
-    if torch.compiler.is_compiling() or not plain(points):
-        return None
-    return points.data_ptr(), -1 if points.is_inference() else points._version
+class Memory:
+    """Where points lie, in which layout, and how often they were written; keeps nothing alive."""
+
+    def __init__(self, points: Tensor):
+        self.storage = weakref.ref(points.untyped_storage())  # once it is gone, its address may be that of other points
+        self.state = self.now(points)
+
+    @staticmethod
+    def now(points: Tensor) -> tuple:
+        return points.data_ptr(), points.stride(), -1 if points.is_inference() else points._version
+
+    def holds(self, points: Tensor) -> bool:
+        """Whether `points`, of the same shape and dtype, are these elements, unwritten."""
+        return self.storage() is points.untyped_storage() and self.state == self.now(points)
+
+    def __deepcopy__(self, _memo: dict) -> Memory:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _elsewhere, ()
+
+
+def _elsewhere() -> Memory:
+    """That of a pickled index: whichever points it is used with, they were moved."""
+    return Memory(torch.empty(0))
+
+
+def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
+    """The tensor whose memory these points are, as far as that can be known, and the levels of ``torch.vmap`` that map them."""
+    levels: set[int] = set()
+    if torch.compiler.is_compiling():
+        return None, levels
+    while torch._C._functorch.is_functorch_wrapped_tensor(points):
+        if torch._C._functorch.is_batchedtensor(points):
+            levels.add(torch._C._functorch.maybe_get_level(points))
+        points = torch._C._functorch.get_unwrapped(points)
+    known = not levels and type(points) in (Tensor, torch.nn.Parameter) and in_memory(points)
+    return points if known else None, levels
 
 
 class PointIndex(NamedTuple):
@@ -60,7 +94,8 @@ class PointIndex(NamedTuple):
 
     It serves every radius, every k, forward and backward of the points it was built from; passing it changes no bit of a
     result. Count, dimension, dtype and device are compared with those of the points that it is used with, and so are,
-    outside of ``torch.compile``, their address and their version: after an optimiser's step it must be built again.
+    outside of ``torch.compile``, their memory, its layout and its version: after an optimiser's step it must be built again.
+    For points that ``torch.vmap`` maps it is built inside of the function that is mapped.
 
     Example:
         >>> import torch, sonde
@@ -76,7 +111,7 @@ class PointIndex(NamedTuple):
     offsets: Tensor | None  # of ragged points
     shape: tuple[int, ...]  # the rest describes the points
     dtype: torch.dtype
-    state: tuple[int, int] | None
+    memory: Memory | None
     impl: str
 
     @staticmethod
@@ -87,11 +122,11 @@ class PointIndex(NamedTuple):
         if batch is not None and batched:
             raise ValueError(f"{NAME}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
         segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
-        chosen = plan.choose(NAME, impl, points) if n["D"] <= DIMENSIONS else "reference"
+        chosen = implementation(NAME, impl, points, n["D"])
         dtype = torch.promote_types(points.dtype, torch.float32)
         canonical = (points if batched else points.unsqueeze(0)).detach().to(dtype).contiguous()
-        made = build(canonical, segments, chosen)
-        return PointIndex(*made, segments, tuple(points.shape), points.dtype, _state(points), chosen)
+        made, seen = build(canonical, segments, chosen), _seen(points)[0]
+        return PointIndex(*made, segments, tuple(points.shape), points.dtype, None if seen is None else Memory(seen), chosen)
 
     def checked(self, name: str, points: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> PointIndex | None:
         """Itself, if it was built from `points`; else an error. None where its numbers are not those of the search."""
@@ -118,7 +153,9 @@ class PointIndex(NamedTuple):
             and not torch.equal(offsets, self.offsets)
         ):
             raise ValueError(f"{name}: index must be built with the same batch as is searched; {remedy}")
-        now = _state(points)
-        if now is not None and self.state is not None and now != self.state:
+        seen, levels = _seen(points)
+        if levels != _seen(self.sorted)[1]:
+            raise ValueError(f"{name}: index must be mapped by torch.vmap where points are; build it inside of the mapped function")
+        if seen is not None and self.memory is not None and not self.memory.holds(seen):
             raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {remedy}")
         return self if self.sorted.dtype == dtype else None

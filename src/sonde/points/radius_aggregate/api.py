@@ -75,14 +75,15 @@ def radius_aggregate(
         sums run in float32, or in float64 if an operand is float64. Queries, points, features and, where it is a tensor, σ
         have gradients: the first derivative is fused, higher ones and forward mode go through the reference; who is inside is
         held fixed. At d = 0 the distance's subgradient is 0, and a single neighbour gives exactly zero to queries and points.
-        Every result and every gradient is deterministic.
+        Every result and every gradient of a kernel is deterministic. More than 3 dimensions go through the reference; on GPUs
+        that waits for the device, and torch adds the gradients of points and features by atomics, unless told to be deterministic.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
         radius: Greater than 0.
-        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``.
+        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``; all segments of a ragged batch share one.
         index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
@@ -99,4 +100,4 @@ def radius_aggregate(
                 [0.]])
     """
     form, args = _form(queries, points, features, radius, sigma, index, batch, impl)
-    return form.rows(_radius_aggregate(*args, impl=form.impl)[0])
+    return form.rows(form.call(_radius_aggregate, *args, keeps=True)[0])

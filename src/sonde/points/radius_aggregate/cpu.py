@@ -77,7 +77,9 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
     names = [name for name, need in zip(NAMES, needs) if need]
     used = index + padded + copies + B * (M + N) * 5 * size + rounded * B * N * F * size
     if needs[0] or needs[1] or needs[3]:
-        made.append(Kernel(pull.__name__, tuple(n for n in names if n in ("queries", "sigma")), wide, invariant, used, "backward"))
+        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
+        if needs[3]:
+            made.append(Kernel("torch.sum", ("sigma",), wide, Determinism.RUN_TO_RUN, used, "backward"))
     if needs[1] or needs[2]:
         used += cpu.index_bytes(queries) + (D < 3) * 3 * B * (N + 2 * M) * queries.dtype.itemsize
         writes = tuple(n for n in names if n in ("points", "features"))

@@ -102,4 +102,4 @@ def radius_neighbors(
         NeighborsWithin(distances=tensor([[0., 1.]]), indices=tensor([[0, 1]]), truncated=tensor([1]))
     """
     form, radius = _form(queries, points, radius, k, index, batch, impl)
-    return NeighborsWithin(*map(form.rows, _radius_neighbors(*form.operands(), radius, k, impl=form.impl)))
+    return NeighborsWithin(*map(form.rows, form.call(_radius_neighbors, *form.operands(), radius, k)))

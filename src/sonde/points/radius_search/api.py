@@ -105,4 +105,4 @@ def radius_search(
         Ball(offsets=tensor([0, 2, 3]), indices=tensor([0, 1, 3]), distances=tensor([0., 1., 0.]))
     """
     form, radius = _form(queries, points, radius, index, batch, impl)
-    return Ball(*_radius_search(*form.operands(), radius, impl=form.impl))
+    return Ball(*form.call(_radius_search, *form.operands(), radius))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,7 +39,10 @@ def backward(grad: Tensor, *args, needs: Sequence[bool], deterministic: bool):
 
 
 def plan(*args, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    return cpu.search_kernels(args[:-1], 0, needs)
+    """How long the lists are is not known, nor is what they take."""
+    search, *gradients = cpu.search_kernels(args[:-1], 0, needs)
+    passes = ("offsets",), ("indices", "distances")
+    return [replace(search, name=within.__name__, writes=writes) for writes in passes] + gradients
 
 
 @jit
