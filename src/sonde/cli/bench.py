@@ -139,7 +139,8 @@ def show(records: list[dict]) -> None:
             print(f"WRONG: {record['operator']} {record['case']}: {record['wrong']}; no speed-up is reported")
         for name, figures in record["figures"].items():
             if "failed" in figures:
-                print(f"{record['operator']} {record['case']}: {AGAINST[name]} did not run: {figures['failed']}")
+                what = f"{AGAINST[name]} did not run{' with backward' if 'errors' in figures else ''}"
+                print(f"{record['operator']} {record['case']}: {what}: {figures['failed']}")
 
 
 def _phase(records: list[dict], phase: str) -> None:

@@ -93,7 +93,7 @@ def default_config(p: Problem) -> Config:
         vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
         tiles = max(1, min(16 // vector, 8, _tiles(p)))
         return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1, 1, 1)
-    vector = vector_of(4, p.row, _group(p), _block_c(p))
+    vector = vector_of(4 if _group(p) <= _block_c(p) else 2, p.row, _group(p), _block_c(p))  # a wide group has more in registers
     groups, slices = _most_groups(p), slices_of(p.A, p.N, 12288, 4)
     slices = round(slices / p.cams) * p.cams if 0 < p.cams <= slices else slices
     return Config(max(1, 32 * vector // (groups * _block_c(p))), 1, 1, slices, groups, 1)

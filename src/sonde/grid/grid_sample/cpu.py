@@ -105,7 +105,8 @@ def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, C
 
 def _few(input: Tensor, mode: str) -> bool:
     """Whether all channels of a sample are done together, one by one."""
-    return input.ndim == 4 and mode == "bilinear" and input.shape[1] <= FEW and not _last(input)
+    small = input.ndim == 4 and input.shape[1] <= FEW and prod(input.shape[2:]) < 2**31
+    return small and mode == "bilinear" and not _last(input)
 
 
 def _last(input: Tensor) -> bool:
