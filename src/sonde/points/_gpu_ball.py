@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from .. import jit
-from ..op.gpu import accumulator, cdiv, power_of_2
+from ..op.gpu import accumulator, cdiv
 from ._gpu_index import LEAF
-from ._gpu_search import Config, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
+from ._gpu_search import Config, block_of, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
 
 
 class Problem(NamedTuple):
@@ -38,19 +38,12 @@ class Problem(NamedTuple):
     features: bool = False  # have gradients
 
 
-MOST_F = 128  # features that one program sums
-
-
-def block_of(p: Problem) -> int:
-    return min(MOST_F, power_of_2(max(1, p.F)))
-
-
 def default_config(p: Problem) -> Config:
     """One warp, whose threads have a few of a tile's 32 points each, and a few of its features."""
     if p.coordinates or p.features or p.wide == torch.float64:
         return Config(2, 1)
     rows = 4 if p.S else 8  # a ragged batch takes a few registers more
-    return Config(rows * 64 // max(64, block_of(p)), 1)
+    return Config(rows * 64 // max(64, block_of(p.F)), 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
@@ -58,11 +51,11 @@ def candidate_configs(p: Problem) -> list[Config]:
 
 
 def fits(p: Problem, config: Config) -> bool:
-    return config.block_q * block_of(p) * p.wide.itemsize <= 8192 * config.num_warps
+    return config.block_q * block_of(p.F) * p.wide.itemsize <= 8192 * config.num_warps
 
 
 def launch(p: Problem, config: Config) -> jit.Launch:
-    tiles, block_f = cdiv(p.M, config.block_q), block_of(p)
+    tiles, block_f = cdiv(p.M, config.block_q), block_of(p.F)
     sizes = (p.M, p.N, p.S, p.F, p.nodes, tiles, *p.radius, *p.width)
     constants = (p.D, block_f, accumulator(p.wide), tl.int64 if p.int64 else tl.int32, config.block_q)
     return jit.Launch((p.B * tiles, max(1, cdiv(p.F, block_f)), 1), sizes, constants, config.num_warps, fp_fusion=False)
@@ -70,7 +63,7 @@ def launch(p: Problem, config: Config) -> jit.Launch:
 
 def launch_gradients(p: Problem, config: Config) -> jit.Launch:
     plain = launch(p, config)
-    constants = (*plain.constants, block_of(p) >= p.F, p.columns, p.coordinates, p.features)
+    constants = (*plain.constants, block_of(p.F) >= p.F, p.columns, p.coordinates, p.features)
     return plain._replace(grid=(plain.grid[0], plain.grid[1] if p.features else 1, 1), constants=constants)
 
 

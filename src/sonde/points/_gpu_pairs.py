@@ -18,11 +18,10 @@ from .. import jit
 from ..op.gpu import accumulator, cdiv, power_of_2
 from ..op.gpu import launch as start
 from ._gpu_index import coordinates
-from ._gpu_search import Config, rate_of
+from ._gpu_search import Config, block_of, rate_of
 
 CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
 BLOCK = 1024  # pairs of a program where each is one thread's
-MOST_F = 128  # features of a program
 
 
 class Problem(NamedTuple):
@@ -37,10 +36,6 @@ class Problem(NamedTuple):
     width: tuple[int, int]  # σ, where it is no tensor
     wide: torch.dtype
     int64: bool
-
-
-def block_of(F: int) -> int:
-    return min(MOST_F, power_of_2(max(1, F)))
 
 
 def default_config(p: Problem) -> Config:

@@ -15,7 +15,7 @@ from . import _gpu_ball as balls
 from . import _gpu_nearest as neighbours
 from . import _gpu_pairs as pairs
 from ._gpu_index import sorting
-from ._gpu_search import halves
+from ._gpu_search import MOST_F, halves, nodes_of
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
@@ -94,7 +94,7 @@ def nearest_problem(
     square = halves(0.0 if radius is None else radius * radius)
     wide = accumulator(of.queries, features, sigma)
     return neighbours.Problem(
-        B, M, N, of.segments, 0 if of.boxes is None else of.boxes.shape[1], D, k, F, square, halves(width), radius is not None,
+        B, M, N, of.segments, nodes_of(of.boxes), D, k, F, square, halves(width), radius is not None,
         of.queries.dtype, wide, FORCE_INT64 or N * max(F, D) >= 2**31,
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def plan_ball(
 
 def columns_of(points: bool, features: bool, F: int) -> list[tuple[bool, bool]]:
     """Which gradients each pass over columns computes: together as long as a program holds all features."""
-    passes = [(points, features)] if F <= balls.MOST_F else [(points, False), (False, features)]
+    passes = [(points, features)] if F <= MOST_F else [(points, False), (False, features)]
     return [wanted for wanted in passes if any(wanted)]
 
 
@@ -147,7 +147,7 @@ def ball_problem(
     assert others is not None
     (B, M, D), N, F = rows.shape, others.shape[1], features.shape[2]
     return balls.Problem(
-        B, M, N, of.segments, 0 if boxes is None else boxes.shape[1], D, F, halves(radius * radius), halves(width), rows.dtype,
+        B, M, N, of.segments, nodes_of(boxes), D, F, halves(radius * radius), halves(width), rows.dtype,
         accumulator(rows, features, sigma), FORCE_INT64 or max(M, N) * max(F, D) >= 2**31, columns,
     )  # fmt: skip
 

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..op.gpu import power_of_2
 from ._gpu_index import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
 
 NONE = tl.constexpr(0x7FFFFFFF)  # no point
+MOST_F = 128  # features that one program sums
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class Config:
 
     block_q: int  # of a program
     num_warps: int
+
+
+def block_of(F: int) -> int:
+    """Features that one program sums."""
+    return min(MOST_F, power_of_2(max(1, F)))
+
+
+def nodes_of(boxes: Tensor | None) -> int:
+    """How many boxes there are; 0 to look at every point."""
+    return 0 if boxes is None else boxes.shape[1]
 
 
 def halves(x: float) -> tuple[int, int]:

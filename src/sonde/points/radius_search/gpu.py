@@ -11,7 +11,7 @@ from ...op.plan import Determinism, Kernel
 from .. import _gpu_lists as lists
 from .. import _gpu_pairs as pairs
 from .. import _gpu_passes as passes
-from .._gpu_search import halves
+from .._gpu_search import halves, nodes_of
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,8 +43,7 @@ def _order(squares: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 def _problem(of: passes.Sides, radius: float) -> lists.Problem:
     (B, M, D), N = of.queries.shape, of.points.shape[1]
-    nodes = 0 if of.boxes is None else of.boxes.shape[1]
-    return lists.Problem(B, M, N, of.segments, nodes, D, halves(radius * radius), of.queries.dtype, False)
+    return lists.Problem(B, M, N, of.segments, nodes_of(of.boxes), D, halves(radius * radius), of.queries.dtype, False)
 
 
 def backward(grad: Tensor, queries: Tensor, points: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Tensor]:
