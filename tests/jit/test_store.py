@@ -245,9 +245,10 @@ print(done)
 """
 
 
-def test_eight_processes_lose_no_row(one, path):
-    """Ten seconds of writing at once, beginning with the creation of the file; warnings are errors in the writers."""
-    processes = [start(HAMMER.replace("SECONDS", "10"), path, n) for n in range(8)]
+@pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_eight_processes_lose_no_row(one, path, seconds):
+    """Seconds of writing at once, beginning with the creation of the file; warnings are errors in the writers."""
+    processes = [start(HAMMER.replace("SECONDS", str(seconds)), path, n) for n in range(8)]
     counts = [int(finish(p)) for p in processes]
     rows = [(r.trial.config["process"], r.trial.config["row"]) for r in one.trials()]
     assert sorted(rows) == [(n, i) for n, count in enumerate(counts) for i in range(count)]
