@@ -40,10 +40,11 @@ def fresh(monkeypatch):
     monkeypatch.setattr(store, "_stores", {})
 
 
-# The package's root imports torch, which eight processes would do for longer than they run; these modules need none of it.
+# The package's root imports torch, which eight processes would do for longer than they run; these modules need none of it
+# (`timing` names it, and uses it on GPUs).
 PROLOGUE = f"""
 import sys, os, time, types
-for name in ("sonde", "sonde.op", "sonde.jit"):
+for name in ("sonde", "sonde.op", "sonde.jit", "torch"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [{str(SRC)!r} + "/" + name.replace(".", "/")]
 from pathlib import Path
