@@ -16,6 +16,7 @@ from importlib.util import find_spec
 import pytest
 
 from helpers import OPERATORS, Operator, Target, improve_interpreter
+from sonde.op import library
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     improve_interpreter()
@@ -144,8 +145,9 @@ def numba_target() -> Target:
 
 @pytest.fixture(autouse=True)
 def same_state_after():
-    """No test leaves torch's global switches changed for the next."""
+    """No test leaves torch's global switches changed for the next, nor decisions that depended on what it had changed."""
     threads = torch.get_num_threads()
+    library.forget()
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

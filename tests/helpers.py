@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sonde.op import library
 from sonde.points._reference import searching_in
 
 OPERATORS = [
@@ -376,15 +378,30 @@ def poisoned(pad: int = 64) -> Iterator[None]:
 def spy(monkeypatch, operator: Operator, impl: str) -> list[tuple[str, dict]]:
     """Record every call of the kernels' launchers: ``("forward" | "backward", keywords)``."""
     calls: list[tuple[str, dict]] = []
-    module = operator.kernels(impl)
-    for phase, real in (("forward", module.forward), ("backward", module.backward)):
 
-        def noted(*args, _phase=phase, _real=real, **keywords):
-            calls.append((_phase, keywords))
-            return _real(*args, **keywords)
+    def note(phase: str, run: Callable, *args, **keywords):
+        calls.append((phase, keywords))
+        return run(*args)
 
-        monkeypatch.setattr(module, phase, noted)
+    _around(monkeypatch, operator.kernels(impl), note)
     return calls
+
+
+def _around(monkeypatch, module: ModuleType, around: Callable) -> None:
+    """Passes of this module go through ``around(phase, run, *args, **keywords)``."""
+    library.forget()
+    staged = hasattr(module, "decide_forward")
+    for phase in ("forward", "backward"):
+        real = getattr(module, f"decide_{phase}" if staged else phase)
+
+        def decide(*args, _phase=phase, _real=real, **keywords):
+            run = _real(*args, **keywords)
+            return lambda *args: around(_phase, run, *args, **keywords)
+
+        def act(*args, _phase=phase, _real=real, **keywords):
+            return around(_phase, partial(_real, **keywords), *args, **keywords)
+
+        monkeypatch.setattr(module, f"decide_{phase}" if staged else phase, decide if staged else act)
 
 
 class Allocations(TorchDispatchMode):
@@ -415,22 +432,20 @@ class Allocations(TorchDispatchMode):
 def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]:
     """What the kernels' launchers allocate, call by call."""
     found: list[Allocations] = []
-    module = operator.kernels(impl)
-    for phase, real in (("forward", module.forward), ("backward", module.backward)):
 
-        def watched(*args, _real=real, **keywords):
-            gc.freeze()  # what lives already need not be searched again and again
-            try:
-                with Allocations() as mode:
-                    out = _real(*args, **keywords)
-                    out = out if isinstance(out, Tensor) else tuple(out)
-                mode.returned = sum(t.nbytes for t in tuple_of(out))
-            finally:
-                gc.unfreeze()
-            found.append(mode)
-            return out
+    def watch(phase: str, run: Callable, *args, **keywords):
+        gc.freeze()  # what lives already need not be searched again and again
+        try:
+            with Allocations() as mode:
+                out = run(*args)
+                out = out if isinstance(out, Tensor) else tuple(out)
+            mode.returned = sum(t.nbytes for t in tuple_of(out))
+        finally:
+            gc.unfreeze()
+        found.append(mode)
+        return out
 
-        monkeypatch.setattr(module, phase, watched)
+    _around(monkeypatch, operator.kernels(impl), watch)
     return found
 
 

@@ -42,6 +42,7 @@ from helpers import (
     value_and_grads,
 )
 from sonde.jit import Unsupported
+from sonde.op import library
 from sonde.op.plan import Determinism
 
 try:
@@ -242,6 +243,34 @@ def test_layout_of_the_cotangent(operator, target):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
+def test_what_was_saved_may_come_back_otherwise(operator, target):
+    """Hooks such as ``save_on_cpu`` keep values, not strides; what was decided for other strides is not done to these."""
+    args = tiny(operator, target)
+    moved = [restride(a, "reversed") if i in floats(args) else a for i, a in enumerate(args)]
+    for given in (moved, args):
+        _, want = value_and_grads(operator.call(target), given)
+        for unpack in (lambda t: t.contiguous(), lambda t: restride(t, "reversed") if t.is_floating_point() else t):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
+                _, got = value_and_grads(operator.call(target), given)
+            for a, b in zip(got, want):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_negated_views(operator, target):
+    """``z.conj().imag`` is memory with the opposite sign, which torch tells by a bit; kernels are given what it stands for."""
+    args = tiny(operator, target)
+    want = value_and_grads(operator.call(target), args)
+    given = leaves(args)
+    negated = [torch._neg_view(-a) if i in floats(args) else a for i, a in enumerate(given)]
+    assert all(negated[i].is_neg() for i in floats(args))
+    with torch.no_grad():
+        assert same_bits(tuple_of(operator.call(target)(*negated)), want[0])
+    out = [o for o in tuple_of(operator.call(target)(*negated)) if o.requires_grad]
+    got = torch.autograd.grad(out, [given[i] for i in floats(args)], cotangents(out))
+    for a, b in zip(got, want[1]):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
 def test_layout_of_results(operator, target):
     """Gradients of channels-last images are channels-last; everything else is contiguous, as the fake function says."""
     args = tiny(operator, target, torch.float32)
@@ -295,6 +324,7 @@ def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
             with monkeypatch.context() as patch:
                 for module in modules:
                     patch.setattr(module, "FORCE_INT64", True)
+                library.forget()
                 wide = value_and_grads(operator.call("triton"), args)
         assert same_bits([*narrow[0], *narrow[1]], [*wide[0], *wide[1]]), (case, dtype)
 

@@ -105,6 +105,7 @@ def main(name: str) -> None:
         from helpers import OPERATORS, Operator, floats
         from sonde.grid import _gpu_layout
         from sonde.jit.workers import CompileOnly
+        from sonde.op.library import decide
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
@@ -122,9 +123,10 @@ def main(name: str) -> None:
                 args = operator.registered(*operator.make(**sizes, dtype=getattr(torch, dtype)))
                 if sizes is ODD and operator.name in PYRAMIDS:
                     args = told_by_tensors(args)
-                grad = gpu.forward(*args)
+                grad = decide(gpu, args)(*args)
                 for deterministic in (False, True):
-                    list(gpu.backward(grad, *args, needs=[True] * len(floats(args)), deterministic=deterministic))
+                    given = (grad, *args)
+                    list(decide(gpu, given, [True] * len(floats(args)), deterministic)(*given))
         modules = [m for n, m in list(sys.modules.items()) if n.startswith("sonde.")]
         jitted = {v for m in modules for v in vars(m).values() if isinstance(v, triton.JITFunction)}
         expected = sorted(k.__name__ for k in jitted if k.__name__.startswith("_"))  # what kernels call has no underscore

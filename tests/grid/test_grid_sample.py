@@ -28,6 +28,7 @@ from helpers import (
 )
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
+from sonde.op.library import decide
 
 try:
     from hypothesis import given, settings
@@ -338,9 +339,9 @@ def kernels_met(args, needs=(True, True), strict=False):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tunable, "bind", noted)
-        patch.setattr(gpu, "_passes", {})
-        out = gpu.forward(*args)
-        gpu.backward(*cotangents([out]), *args, needs=list(needs), deterministic=strict)
+        out = decide(gpu, args)(*args)
+        given = (*cotangents([out]), *args)
+        decide(gpu, given, needs, strict)(*given)
     return met
 
 
@@ -389,17 +390,60 @@ def test_the_choice_does_not_depend_on_the_batch():
     assert len(keys) == len(orders) == 2
 
 
+def in_rows(target, C: int = 20, last: bool = True, **options) -> list:
+    """Arguments whose gradient pixels gather in the deterministic mode."""
+    args = list(make(target, C=C, **options))
+    args[0] = channels_last(args[0]) if last else args[0]
+    return args
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize("batches", [{}, dict(inputs=1), dict(grids=1)], ids=["each its own", "one input", "one grid"])
+def test_pixels_gather_what_atomics_would_add(triton_target, mode, dim, last, batches, monkeypatch):
+    """Many channels: whatever the padding, the gradient is the definition's, and its bits are the same each time."""
+    monkeypatch.setattr("sonde.grid._gpu_layout.FEW", 0)
+    for padding, align in product(("zeros", "border", "reflection"), (False, True)):
+        args = in_rows(triton_target, last=last, dim=dim, mode=mode, padding=padding, align=align, **batches)
+        with deterministic():
+            plan = sonde.explain(call(triton_target), *leaves(args))
+            assert "_gather" in [kernel.name for kernel in plan.kernels]
+            first, again = (value_and_grads(call(triton_target), args)[1] for _ in range(2))
+        assert same_bits(first, again)
+        for a, b in zip(first, value_and_grads(OPERATOR.reference, args)[1]):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 63, 64, 65, 128, 129, 700])
+def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
+    """All in one cell, a few in the next, and some that see nothing; the order of additions is that of the samples."""
+    g = torch.Generator().manual_seed(samples)
+    input = channels_last(torch.randn(2, 16, 4, 5, generator=g, dtype=torch.float64)).to(triton_target.device)
+    crowd = 0.2 * torch.rand(2, samples, 1, 2, generator=g, dtype=torch.float64) - 0.1
+    others = torch.tensor([0.5, 0.0, 9.0, 0.0, -0.1, 0.05], dtype=torch.float64).view(1, 3, 1, 2).expand(2, 3, 1, 2)
+    grid = torch.cat([others[:, :2], crowd, others[:, 2:]], 1).to(triton_target.device)
+    args = (input, grid, "bilinear", "zeros", False)
+    with deterministic():
+        got = value_and_grads(call(triton_target), args)[1]
+    for a, b in zip(got, value_and_grads(OPERATOR.reference, args)[1]):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_a_pass_is_decided_once(triton_target, monkeypatch):
     """A second call of the same kind prepares nothing; another layout is another kind."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
-    monkeypatch.setattr(gpu, "_passes", {})
+    decided = []
+    for phase in ("decide_forward", "decide_backward"):
+        real = getattr(gpu, phase)
+        monkeypatch.setattr(gpu, phase, lambda *args, real=real, **how: decided.append(real.__name__) or real(*args, **how))
     args = list(make(triton_target, C=2))
     for _ in range(2):
         value_and_grads(call(triton_target), args)
-    assert len(gpu._passes) == 2
+    assert decided == ["decide_forward", "decide_backward"]
     args[0] = channels_last(args[0])
     value_and_grads(call(triton_target), args)
-    assert len(gpu._passes) == 4
+    assert decided == ["decide_forward", "decide_backward"] * 2
 
 
 def test_result_beyond_32_bits(target):

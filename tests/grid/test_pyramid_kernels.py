@@ -9,6 +9,7 @@ import sonde
 from helpers import Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
+from sonde.op.library import decide
 
 OPERATORS = ["grid.deformable_aggregation", "grid.ms_deform_attn"]
 WRONG = [0, 1, -1, 7, -9, 40]
@@ -24,8 +25,9 @@ def told_by_tensors(operator: Operator, target: Target, **options) -> list:
 
 def value_and_gradients(gpu, args, mode: bool = False) -> list:
     with poisoned():
-        out = gpu.forward(*args)
-        return [out, *gpu.backward(redzone(cotangents([out])[0]), *args, needs=[True] * 3, deterministic=mode)]
+        out = decide(gpu, args)(*args)
+        given = (redzone(cotangents([out])[0]), *args)
+        return [out, *decide(gpu, given, [True] * 3, mode)(*given)]
 
 
 def expected(operator: Operator, args) -> list:

@@ -31,8 +31,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from sonde.grid.sample_sum import cases, gpu
     args = cases.make(**cases.SMALL["one_of_each"])
-    out = gpu.forward(*args)
-    list(gpu.backward(out, *args, needs=[True] * 3, deterministic=False))
+    from sonde.op.library import decide
+    out = decide(gpu, args)(*args)
+    decide(gpu, (out, *args), [True] * 3)(out, *args)
 from sonde.op.gpu import _compiled
 print(json.dumps(dict(bound=len(_compiled), hits=found, warnings=[str(w.message) for w in caught if "sonde" in str(w.message)])))
 """

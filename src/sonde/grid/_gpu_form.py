@@ -11,15 +11,15 @@ This file decides what a pass does; its kernels are in ``_gpu_form_kernels``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import jit
-from ..op.cache import remember
 from ..op.dtypes import accumulator
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
@@ -34,10 +34,10 @@ Layout = Literal["pixels", "planes", "padded"]  # channels next to each other; a
 
 class Result(NamedTuple):
     name: str
-    position: int  # among the operands
-    like: bool  # allocated as that operand is
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    place: int  # among the tensors of a pass
+    like: int  # and that of an operand
+    room: Callable[[Tensor], Tensor]  # for it, given that operand
+    dtype: torch.dtype  # that it is written in
 
 
 class Pass(NamedTuple):
@@ -56,21 +56,15 @@ class Pass(NamedTuple):
     rounds: bool  # their gradient is summed in another dtype
 
 
-_passes: dict[tuple, Pass] = {}
-
-
-def derivatives(
+def decide(
     wants: tuple[str, ...], images: Tensor, samples: Tensor, coef: Tensor | None = None, rows: Tensor | None = None,
     depths: Tensor | None = None, octaves: int = 0, *, dtype: torch.dtype | None = None, deterministic: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """The derivatives of T by what `wants` names, each laid out and rounded as that operand, or in `dtype` if it is None."""
-    T = [images, samples, coef, rows, depths]
-    kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in T]
-    key = (wants, octaves, dtype, deterministic, FORCE_INT64, images.get_device(), jit.state(), *kinds)
-    found = _passes.get(key)
-    if found is None:
-        found = remember(_passes, key, prepare(wants, T, octaves, dtype, deterministic))
-    return _run(found, T)
+) -> Callable[[list[Any]], list[Tensor]]:  # fmt: skip
+    """What takes operands of this kind to the derivatives of T by what `wants` names.
+
+    Each is laid out and rounded as that operand, or in `dtype` if it is None. The list of operands is theirs who takes it.
+    """
+    return partial(_run, prepare(wants, (images, samples, coef, rows, depths), octaves, dtype, deterministic))
 
 
 def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtype: torch.dtype | None, deterministic: bool) -> Pass:
@@ -109,7 +103,13 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     results = []
     for want in wants:
         i = OPERANDS.index(want)
-        results.append(Result(want, i, T[i] is not None, shapes[i], dtype if T[i] is None else T[i].dtype))  # type: ignore
+        if want == "images":
+            results.append(Result(want, 5, 0, _sums(images, d_layout, wide, by_segments), wide))
+        elif T[i] is not None:
+            results.append(Result(want, 5 + i, i, torch.empty_like, T[i].dtype))  # type: ignore[union-attr]
+        else:
+            assert dtype is not None
+            results.append(Result(want, 5 + i, 0, partial(_empty, shapes[i], dtype), dtype))
     turn = into_pixels(images.shape, images.dtype) if layout == "padded" else None
     summed = "images" in wants
     back = into_planes(images.shape, wide, images.dtype) if summed and d_layout == "padded" else None
@@ -125,12 +125,9 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
         T[i] = T[i].contiguous()
     if this.turn is not None:
         T[0] = turned(this.turn, T[0])
-    T += [None] * 5  # room for the derivatives
-    for name, i, like, shape, dtype in this.results:
-        if name == "images":
-            T[5] = _gradient(this, images)
-        else:
-            T[5 + i] = torch.empty_like(T[i]) if like else images.new_empty(shape, dtype=dtype)
+    T += (None,) * 6  # room for the derivatives
+    for _, i, like, room, _ in this.results:
+        T[i] = room(images if like == 0 else T[like])
     if this.unread:
         T[9].zero_()
     for step in this.steps:
@@ -142,21 +139,25 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
         T[:5] = [None] * 5  # read no more, copies too
     if this.back is not None:
         planes = images.new_empty(images.shape)
-        this.back((T[5], planes))
+        this.back((T[5], planes, None))
         T[5] = planes
     elif this.rounds:
         T[5] = T[5].to(images.dtype)
-    return [T[5 + result.position] for result in this.results]
+    return [T[result.place] for result in this.results]
 
 
-def _gradient(this: Pass, images: Tensor) -> Tensor:
-    """Room for the gradient of the images; segments will write every element, atomics add."""
-    if this.d_layout == "padded":
-        if this.segments:
-            return empty_pixels(images.shape, this.problem.wide, images.device)
-        return images.new_zeros(pixels_room(images.shape, this.problem.wide), dtype=this.problem.wide)
-    make = torch.empty_like if this.segments else torch.zeros_like
-    return make(images, dtype=this.problem.wide, memory_format=memory_format(images, True))
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, images: Tensor) -> Tensor:
+    return images.new_empty(shape, dtype=dtype)
+
+
+def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) -> Callable[[Tensor], Tensor]:
+    """Makes room for the gradient of the images; segments will write every element, atomics add."""
+    if layout == "padded":
+        if by_segments:
+            return lambda images: empty_pixels(images.shape, wide, images.device)
+        room = pixels_room(images.shape, wide)
+        return lambda images: images.new_zeros(room, dtype=wide)
+    return partial(torch.empty_like if by_segments else torch.zeros_like, dtype=wide, memory_format=memory_format(images, True))
 
 
 def plan(
@@ -183,7 +184,7 @@ def plan(
         found.append(kernel(transpose.title, [], Determinism.BATCH_INVARIANT, room))
     dtypes = [None if t is None else t.dtype for t in T] + [None] * 5
     for result in this.results:
-        dtypes[5 + result.position] = wide if result.name == "images" else result.dtype
+        dtypes[result.place] = result.dtype
     for step in this.steps:
         writes = [names[OPERANDS[i - 5]] for i in step.takes if i is not None and i >= 5]
         atomic = 5 in step.takes

@@ -58,7 +58,7 @@ def into_pixels(shape: Sequence[int], dtype: torch.dtype) -> jit.Step:
 def turned(step: jit.Step, images: Tensor) -> Tensor:
     """The memory of their pixels; kernels know how they lie."""
     pixels = images.new_empty(pixels_room(images.shape, images.dtype))
-    step((images, pixels))
+    step((images, pixels, None))
     return pixels
 
 

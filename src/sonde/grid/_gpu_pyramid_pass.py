@@ -6,6 +6,7 @@ Operands are ``(features, spatial_shapes, level_starts, locations, weights)``, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     levels: Levels
     told: list[Tensor]
-    copies: tuple[int, ...]  # the result's gradient being the first
+    copies: tuple[int, ...]  # the result's gradient being the last
+    needs: tuple[bool, ...]
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
     step: jit.Step | None
     segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
@@ -57,22 +59,43 @@ class Backward(NamedTuple):
     wide: torch.dtype
 
 
-_passes: dict[tuple, Any] = {}
+def decide_forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Callable[..., Tensor]:
+    """What takes operands of this kind, ``(*T, …)``, to their result."""
+    known: dict[tuple, Forward] = {}
+
+    def run(*args: Any) -> Tensor:
+        T, levels = _described(args[:5])
+        return _forward(known.get(levels) or remember(known, levels, prepare_forward(op, T, levels, flag, int64)), *T)
+
+    return run if _elsewhere(T) else partial(_forward, prepare_forward(op, T, tuple(levels), flag, int64))
 
 
-def _remembered(prepare: Callable, op: Operator, T: Sequence[Any], levels: tuple[int, ...], *options: Any) -> Any:
-    kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in T]
-    key = (op.names, levels, options, T[0].get_device(), jit.state(), *kinds)  # a backward pass has one tensor more
-    found = _passes.get(key)
-    return remember(_passes, key, prepare(op, T, levels, *options)) if found is None else found
+def decide_backward(
+    op: Operator, grad: Tensor, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool,
+    int64: bool,
+) -> Callable[..., list[Tensor]]:  # fmt: skip
+    """What takes a gradient and operands of this kind, ``(grad, *T, …)``, to the gradients that are needed."""
+    known: dict[tuple, Backward] = {}
+
+    def prepare(T: Sequence[Any], grad: Tensor, levels: tuple[int, ...]) -> Backward:
+        return prepare_backward(op, (*T, grad), levels, flag, tuple(needs), deterministic, int64)
+
+    def run(grad: Tensor, *args: Any) -> list[Tensor]:
+        T, levels = _described(args[:5])
+        return _backward(known.get(levels) or remember(known, levels, prepare(T, grad, levels)), grad, *T)
+
+    return run if _elsewhere(T) else partial(_backward, prepare(T, grad, tuple(levels)))
 
 
-def _described(T: list[Any], levels: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
-    """Numbers where the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
-    shapes, starts, device = T[1], T[2], T[0].device
-    if shapes is not None and (shapes.device != device or starts.device != device):
-        T[1], T[2], levels = None, None, numbers((shapes, starts, ()))
-    return T, tuple(levels)
+def _elsewhere(T: Sequence[Any]) -> bool:
+    """Whether the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
+    return T[1] is not None and (T[1].device != T[0].device or T[2].device != T[0].device)
+
+
+def _described(T: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Numbers in their place."""
+    features, shapes, starts, locations, weights = T
+    return (features, None, None, locations, weights), tuple(numbers((shapes, starts, ())))
 
 
 def _tables(this: Forward | Backward, features: Tensor, shapes: Tensor | None, starts: Tensor | None) -> Sequence[Tensor]:
@@ -91,18 +114,18 @@ def _levels(features: Tensor, starts: Tensor | None, levels: tuple[int, ...]) ->
     return levels_of(len(levels) // 3 if starts is None else starts.numel(), levels, features.shape[1])
 
 
-def forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Tensor:
-    T, levels = _described(list(T), levels)
-    this = _remembered(prepare_forward, op, T, levels, flag, int64)
-    for i in this.copies:
-        T[i] = T[i].contiguous()
-    features, shapes, starts, locations, weights = T
+def _forward(this: Forward, *args: Any) -> Tensor:
+    features, shapes, starts, locations, weights = _copied(args[:5], this.copies)
     out = features.new_empty(this.shape)
     sums = None if this.parts is None else features.new_empty(this.parts, dtype=this.wide)
     tensors = (features, *(this.told or _tables(this, features, shapes, starts)), locations, weights, out, sums)
     for step in this.steps:
         step(tensors)
     return out
+
+
+def _copied(T: Sequence[Any], copies: Sequence[int]) -> Sequence[Any]:
+    return [t.contiguous() if i in copies else t for i, t in enumerate(T)] if copies else T
 
 
 def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], flag: bool, int64: bool) -> Forward:
@@ -118,30 +141,27 @@ def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], fla
     return Forward(known, [], tuple(copies), shape, (*shape[:2], slices, shape[2]) if slices > 1 else None, wide, tuple(steps))
 
 
-def backward(
-    op: Operator, grad: Tensor, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool,
-    int64: bool,
-) -> list[Tensor]:  # fmt: skip
-    T, levels = _described([*T, grad], levels)
-    this = _remembered(prepare_backward, op, T, levels, flag, tuple(needs), deterministic, int64)
-    dtype, size = T[0].dtype, T[0].shape
-    for i in this.copies:
-        T[i] = T[i].contiguous()
-    features, shapes, starts, locations, weights, grad = T
+def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
+    dtype, size = args[0].dtype, args[0].shape
+    features, shapes, starts, locations, weights, grad = _copied((*args[:5], grad), this.copies)
     tables = this.told or _tables(this, features, shapes, starts)
-    found: list[Any] = [None, *(torch.empty_like(t) if need else None for t, need in zip((locations, weights), needs[1:]))]
+    found: list[Any] = [None, None, None, None]  # for a step, the last is None
+    if this.needs[1]:
+        found[1] = torch.empty_like(locations)
+    if this.needs[2]:
+        found[2] = torch.empty_like(weights)
     if this.step is not None:
         if 0 in this.wants:
             found[0] = torch.zeros(size, dtype=this.wide, device=grad.device)
         this.step((grad, features, *tables, locations, weights, *found))
-    del features, T  # a copy is read no more: make room
+    del features  # a copy is read no more: make room
     if this.segments is not None:
         if this.soft:
             weights = torch.softmax(weights.flatten(3), -1, dtype=this.wide)
         found[0] = torch.empty(size, dtype=dtype, device=grad.device)
         rows_gradient(this.segments, tables[0], tables[1], locations, weights, grad, found[0])
     del locations, weights, grad
-    if found[0] is not None:
+    if found[0] is not None and this.wide != dtype:
         found[0] = found[0].to(dtype)
     return [d for d in found if d is not None]
 
@@ -162,7 +182,7 @@ def prepare_backward(
         step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
-    return Backward(known, [], tuple(copies), wants, step, segments, by_segments and op.soft and flag, wide)
+    return Backward(known, [], tuple(copies), needs, wants, step, segments, by_segments and op.soft and flag, wide)
 
 
 def plan(

@@ -3,7 +3,7 @@
 from . import settings
 from .kernel import Launch, Step, Tunable, Unsupported, kernel
 from .policies import PickAny, PickBest, PickFixed, PickStored
-from .winners import state
+from .winners import token
 
 __all__ = [
     "Launch",
@@ -16,5 +16,5 @@ __all__ = [
     "Unsupported",
     "kernel",
     "settings",
-    "state",
+    "token",
 ]

@@ -35,6 +35,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class Tunable:
     def __call__(self, problem: Any, *tensors: Tensor | None) -> None:
         """Run on these tensors, in the configuration that the policy picks."""
         kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
-        key = (problem, winners.state(), tensors[0].get_device(), *kinds)  # type: ignore[union-attr]
+        key = (problem, winners.token(), tensors[0].get_device(), *kinds)  # type: ignore[union-attr]
         start = self._bound.get(key)
         if start is None:
             start = remember(self._bound, key, self.bind(problem, tensors))
@@ -261,16 +262,20 @@ def kernel(
 
 
 class Step:
-    """A kernel, its problem, and which of a pass's tensors it takes; chosen and compiled at its first call."""
+    """A kernel, its problem, and which of a pass's tensors it takes; chosen and compiled when first called.
 
-    __slots__ = ("kernel", "problem", "start", "takes")
+    The last of a pass's tensors is None, which it takes where a kernel wants nothing.
+    """
+
+    __slots__ = ("kernel", "problem", "start", "take", "takes")
 
     def __init__(self, kernel: Tunable, problem: Any, takes: Sequence[int | None]):
         self.kernel, self.problem, self.takes = kernel, problem, takes
+        self.take = itemgetter(*[-1 if i is None else i for i in takes])
         self.start: Callable | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        taken = [None if i is None else tensors[i] for i in self.takes]
+        taken = self.take(tensors)
         if self.start is None:
             self.start = self.kernel.bind(self.problem, taken)
         self.start(*taken)

@@ -6,9 +6,9 @@ graphs hold ``sonde::<name>`` and reach the same functions through the dispatche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -17,13 +17,26 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from ..jit import settings
+from ..jit import settings, token
 from . import plan
 from .cache import remember
 
 NAMESPACE = "sonde"
 KERNELS = {"triton": "gpu", "numba": "cpu"}
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, tuple}
+_TENSORS = {Tensor, torch.nn.Parameter}
+_remembered: list[dict] = []
+
+
+class Kind:
+    """What calls of one kind do: decided at the first of them, done by all."""
+
+    __slots__ = ("backward", "deterministic", "forward", "impl", "recorded", "values")
+
+    def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
+        self.impl, self.deterministic, self.values = impl, deterministic, values
+        self.forward = forward  # takes the operator's arguments
+        self.recorded = recorded  # somebody may ask for gradients
+        self.backward: dict[tuple, tuple] = {}  # by kind of gradients: what takes those, and where its results belong
 
 
 def operator(
@@ -49,6 +62,10 @@ def operator(
     - ``backward(*grads, *args, *saved, needs, deterministic)``, which yields one gradient per true entry of `needs`,
     - ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
 
+    Where there is something to decide, they have ``decide_forward`` and ``decide_backward`` in place of the first two. These take
+    the same arguments and return a function of the positional ones, which is remembered for all calls of their kind. A kind is
+    shapes, strides, dtypes, devices and alignment of tensors, and the other arguments themselves.
+
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
         reference: The definition, in plain PyTorch, with the same arguments and results.
@@ -68,8 +85,8 @@ def operator(
     name, inputs = signature.rstrip(")").split("(", 1)
     declared = [declaration.split() for declaration in inputs.split(", ")]
     names = [name for _, name in declared]
-    tensors = [i for i, (kind, _) in enumerate(declared) if kind.startswith("Tensor")]
-    values = [i for i in range(len(names)) if i not in tensors]
+    n = sum(kind.startswith("Tensor") for kind, _ in declared)
+    assert all(kind.startswith("Tensor") for kind, _ in declared[:n]), "tensors come first"
     count = len(names)
     wanted = [names.index(n) for n in differentiable]
     alone = {names.index(n) for n in unbatched}
@@ -83,16 +100,27 @@ def operator(
     def kernels(impl: str):
         return import_module(f"{package}.{KERNELS[impl]}")
 
+    decisions: dict[tuple, Callable] = {}
+    kinds: dict[tuple, Kind] = {}
+    _remembered.extend([decisions, kinds])
+
+    def decided(impl: str, args: Sequence, needs: tuple = (), deterministic: bool = False) -> Callable:
+        """What a pass over these arguments does: the backward pass if there are `needs`."""
+        module = kernels(impl)
+        kind = _kind(args) if hasattr(module, "decide_forward") else None
+        if kind is None:
+            return decide(module, args, needs, deterministic)
+        key = impl, needs, deterministic, token(), kind
+        return decisions.get(key) or remember(decisions, key, decide(module, args, needs, deterministic))
+
     def forward(*arguments):
         *args, impl, _deterministic = arguments
-        with _launching(args[0]):
-            return kernels(impl).forward(*args)
+        return _launch(decided(impl, args), args)
 
     def backward(*arguments):
         *args, needs, impl, deterministic = arguments
-        with _launching(args[0]):
-            found = iter(kernels(impl).backward(*args, needs=needs, deterministic=deterministic))
-            out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
+        found = iter(_launch(decided(impl, args, tuple(needs), deterministic), args))
+        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
 
     def fake_backward(*args):
@@ -108,17 +136,6 @@ def operator(
     returned = ", ".join(["Tensor"] * len(wanted))
     forward_op = _define(name, f"({inputs}, {tail}) -> {result}", forward, lambda *args: fake(*args[:-2]))
     backward_op = _define(f"{name}_backward", f"({given}, bool[] needs, {tail}) -> ({returned})", backward, fake_backward)
-
-    def _merge(found: Sequence, others: Sequence) -> list:
-        """Arguments in order, from the tensors and the other values among them; then what else was saved."""
-        if not others:
-            return list(found)
-        args: list = [None] * count
-        for i, x in zip(tensors, found):
-            args[i] = x
-        for i, x in zip(values, others):
-            args[i] = x
-        return args + list(found[len(tensors) :])
 
     def vjp(grads, args, needs):
         """The gradients that are needed, by the definition itself."""
@@ -139,50 +156,69 @@ def operator(
             return _loop(info, in_dims, args, function)
         return _fold(info, in_dims, args, function, {first + i for i in alone})
 
+    def save(ctx, kind: Kind, tensors: Sequence, output) -> None:
+        ctx.kind = kind
+        ctx.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
+        if dropped:
+            tensors = [None if i in dropped else x for i, x in enumerate(tensors)]
+        if no_grad:
+            ctx.mark_non_differentiable(*[output[i] for i in no_grad])
+            ctx.set_materialize_grads(g > 1)  # nobody reads zeros in place of the gradients that are not there
+        kept = [_tuple(output)[i] for i in saved] if saved else ()
+        ctx.save_for_backward(*tensors, *kept)
+
+    def gradients(kind: Kind, args: tuple, asked: Sequence[bool], key: tuple | None, twice: bool) -> tuple[Callable, list[int]]:
+        """What takes arguments of the backward pass to the gradients that are asked for, and where these belong."""
+        needs = tuple([asked[1 + i] for i in wanted])
+        places = [1 + i for i, need in zip(wanted, needs) if need]
+        if key:
+            return decided(kind.impl, args, needs, kind.deterministic), places
+
+        def act(*args):
+            found = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
+            return [grad for grad, need in zip(found, needs) if need]
+
+        return act, places
+
     class Forward(torch.autograd.Function):
+        """Where torch.func is at work."""
+
         @staticmethod
-        def forward(impl, deterministic, *args):
-            return _run(forward_op, forward, (*args, impl, deterministic))
+        def forward(kind, *tensors):
+            return _run(forward_op, forward, (*tensors, *kind.values, kind.impl, kind.deterministic))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.impl, ctx.deterministic, *args = inputs
-            ctx.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
-            ctx.values = [args[i] for i in values]
-            out = _tuple(output)
-            if no_grad:
-                ctx.mark_non_differentiable(*[out[i] for i in no_grad])
-                ctx.set_materialize_grads(g > 1)  # nobody reads zeros in place of the gradients that are not there
-            ctx.save_for_backward(*[None if i in dropped else args[i] for i in tensors], *[out[i] for i in saved])
+            kind, *tensors = inputs
+            save(ctx, kind, tensors, output)
 
         @staticmethod
         def backward(ctx, *grads):
             if no_grad:
                 grads = tuple([grads[i] for i in graded])
+            out: list = [None] * (1 + n)
             if grads[0] is None:  # what was computed of the result does not depend on it
-                return (None,) * (2 + count)
-            args = (*grads, *_merge(ctx.saved_tensors, ctx.values))
-            asked = ctx.needs_input_grad
-            needs = [asked[2 + i] for i in wanted]
+                return tuple(out)
+            kind, found = ctx.kind, ctx.saved_tensors
+            args = (*grads, *found[:n], *kind.values, *found[n:])
             twice = torch.is_grad_enabled()  # someone may differentiate again
-            out: list = [None] * (2 + count)
-            with _nothing if ctx.settings is settings.current() else settings.use(ctx.settings):
-                if not twice and _unwatched(args):
-                    with _launching(grads[0]):
-                        found = iter(kernels(ctx.impl).backward(*args, needs=needs, deterministic=ctx.deterministic))
-                        for i, need in zip(wanted, needs):
-                            if need:
-                                out[2 + i] = next(found)
-                else:
-                    found = (Backward.apply if twice else Backward.forward)(needs, ctx.impl, ctx.deterministic, *args)
-                    for i, need, grad in zip(wanted, needs, found):
-                        if need:
-                            out[2 + i] = grad
+            key = None if twice or _watched() else _kind((*grads, *found, ctx.needs_input_grad))
+            known = key and kind.backward.get(key)
+            act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
+            if known or ctx.settings is settings.current():
+                grads = _launch(act, args)
+            else:
+                with settings.use(ctx.settings):
+                    grads = _launch(act, args)
+            for i, grad in zip(places, grads, strict=True):
+                out[i] = grad
+            if key and not known:
+                remember(kind.backward, key, (act, places))
             return tuple(out)
 
         @staticmethod
-        def vmap(info, in_dims, impl, deterministic, *args):
-            return fold(info, in_dims[2:], args, lambda *xs: Forward.apply(impl, deterministic, *xs))
+        def vmap(info, in_dims, kind, *tensors):
+            return fold(info, in_dims[1:], tensors, lambda *xs: Forward.apply(kind, *xs))
 
     class Backward(torch.autograd.Function):
         """First derivatives by kernels, whoever asks; only *their* derivative goes through the reference."""
@@ -194,12 +230,12 @@ def operator(
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.needs, _, _, *args = inputs
-            ctx.values = [args[g + i] for i in values]
-            ctx.save_for_backward(*args[:g], *[args[g + i] for i in tensors])
+            ctx.values = args[g + n : g + count]
+            ctx.save_for_backward(*args[: g + n])
 
         @staticmethod
         def backward(ctx, *cotangents):
-            given = [*ctx.saved_tensors[:g], *_merge(ctx.saved_tensors[g:], ctx.values)]  # what was saved is a function of these
+            given = [*ctx.saved_tensors, *ctx.values]  # what was saved is a function of these
             inner = [i for i, need in enumerate(ctx.needs_input_grad[3 : 3 + len(given)]) if need]
 
             def first(*xs):
@@ -218,9 +254,9 @@ def operator(
         """Forward, where torch.func is not at work: its conventions cost as much as a launch."""
 
         @staticmethod
-        def forward(ctx, impl, deterministic, *args):
-            output = _run(forward_op, forward, (*args, impl, deterministic))
-            Forward.setup_context(ctx, (impl, deterministic, *args), output)
+        def forward(ctx, kind, *tensors):
+            output = _launch(kind.forward, (*tensors, *kind.values))
+            save(ctx, kind, tensors, output)
             return output
 
         backward = Forward.backward
@@ -231,21 +267,21 @@ def operator(
     apply_eager = super(torch.autograd.Function, Eager).apply
     apply_backward = super(torch.autograd.Function, Backward).apply
 
-    def autograd(*arguments):
-        *args, impl, deterministic = arguments
-        if torch.is_grad_enabled():
-            for i in wanted:
-                if args[i] is not None and args[i].requires_grad:
-                    if not torch._C._are_functorch_transforms_active():
-                        return apply_eager(impl, deterministic, *args)
-                    with enable_single_level_autograd_function():  # torch.func has one of its levels in hand and wants it recorded
-                        return apply(impl, deterministic, *args)
-        return _run(forward_op, forward, arguments)
+    def recorded(args: Sequence) -> bool:
+        """Whether somebody may ask for gradients."""
+        return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in wanted)
 
     def dispatched(*arguments):
+        *args, impl, deterministic = arguments
         if _any_dual(arguments):  # kernels have no forward-mode derivative
-            return reference(*arguments[:-2])
-        return autograd(*arguments)
+            return reference(*args)
+        if not recorded(args):
+            return _run(forward_op, forward, arguments)
+        kind = Kind(impl, deterministic, tuple(args[n:]), lambda *args: _run(forward_op, forward, (*args, impl, deterministic)))
+        if not torch._C._are_functorch_transforms_active():
+            return apply_eager(kind, *args[:n])
+        with enable_single_level_autograd_function():  # torch.func has one of its levels in hand and wants it recorded
+            return apply(kind, *args[:n])
 
     def dispatched_backward(*arguments):
         *args, needs, impl, deterministic = arguments
@@ -261,20 +297,6 @@ def operator(
     for op, first in ((forward_op, 0), (backward_op, g)):
         torch.library.register_vmap(op, lambda info, in_dims, *args, op=op, first=first: fold(info, in_dims, args, op, first))
 
-    accepted: dict[tuple, bool] = {}
-
-    def accept(args: tuple) -> None:
-        """Check, unless arguments of this very kind were accepted before."""
-        kind = tuple([(a.shape, a.dtype, a.device, a.layout) if isinstance(a, Tensor) else (type(a), a) for a in args])
-        try:
-            if kind in accepted:
-                return
-        except TypeError:  # sizes that are symbols, values that are lists
-            check(*args)
-            return
-        check(*args)
-        remember(accepted, kind, True)
-
     def call(*args, impl: str):
         if torch.compiler.is_compiling():
             check(*args)
@@ -283,17 +305,28 @@ def operator(
             if impl == "reference" or forward_ad._current_level >= 0:
                 return reference(*args)
             return forward_op(*args, impl, deterministic)
-        accept(args)
-        impl = plan.choose(name, impl, args[0])
         deterministic = torch._C._get_deterministic_algorithms()
+        described = None if _watched() else _kind((*args, impl))
+        if described is not None:  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
+            key = deterministic, torch.is_grad_enabled(), token(), described
+            kind = kinds.get(key)
+            if kind is not None:
+                return apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
+        check(*args)
+        impl = plan.choose(name, impl, args[0])
         if plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
         if impl == "reference" or forward_ad._current_level >= 0:
             return reference(*args)
         if torch._C._are_functorch_transforms_active():
-            return Forward.apply(impl, deterministic, *args)
-        return autograd(*args, impl, deterministic)  # the dispatcher's detour through Autograd is skipped
+            return Forward.apply(Kind(impl, deterministic, args[n:], forward), *args[:n])
+        if described is None:
+            return dispatched(*args, impl, deterministic)
+        kind = Kind(impl, deterministic, args[n:], decided(impl, args), recorded(args))
+        out = apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
+        remember(kinds, key, kind)
+        return out
 
     call.forward_op, call.backward_op, call.reference = forward_op, backward_op, reference  # type: ignore[attr-defined]
     return call
@@ -317,42 +350,73 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> torch._op
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def forget() -> None:
+    """Decide anew: for tests, which change what decisions depend on."""
+    for known in _remembered:
+        known.clear()
+
+
+def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable:
+    """What a pass of these kernels does to such arguments: the backward pass if there are `needs`."""
+    how = dict(needs=needs, deterministic=deterministic)
+    if hasattr(kernels, "decide_forward"):
+        return kernels.decide_backward(*args, **how) if needs else kernels.decide_forward(*args)
+    return partial(kernels.backward, **how) if needs else kernels.forward
+
+
+def _kind(args: Sequence) -> tuple | None:
+    """What decisions depend on in these arguments; None where that cannot be told, or where kernels would misread them."""
+    key: list = []
+    try:
+        for a in args:
+            if type(a) in _TENSORS:
+                if a.is_neg():  # its memory has the opposite
+                    return None
+                key += (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.requires_grad)
+            elif isinstance(a, Tensor):
+                return None
+            else:
+                a = tuple(a) if type(a) is list else a
+                hash(a)
+                key += (type(a), a)
+    except (RuntimeError, TypeError):  # no strides or memory; nothing that a key could be made of
+        return None
+    return tuple(key)
+
+
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
-    """Call what `op` would dispatch to below autograd: directly where nobody is watching, which saves as much as a launch costs."""
-    if _unwatched(args):
+    """Call what `op` would dispatch to below autograd: directly where nobody is watching."""
+    if not _watched() and _kind(args) is not None:
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
-def _unwatched(args: Sequence[Any]) -> bool:
-    """Whether nobody could tell a call of an operator from a call of its function: no mode, transform, profiler or subclass."""
+def _watched() -> bool:
+    """Whether somebody could tell a call of an operator from a call of its function: a mode, a transform, a profiler, a plan."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
-        and _PLAIN.issuperset(map(type, args))
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or plan.recording()
     )
 
 
 _nothing = nullcontext()
 
 
-def _launching(tensor: Tensor):
-    """Launch on the tensors' device, whichever is current; in the deterministic mode, without filling what kernels will write."""
-    elsewhere = tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
-    if elsewhere or torch._C._get_deterministic_algorithms():
-        return _elsewhere(tensor.device if elsewhere else None)
-    return _nothing
-
-
-@contextmanager
-def _elsewhere(device: torch.device | None) -> Iterator[None]:
+def _launch(function: Callable, args: Sequence) -> Any:
+    """On the tensors' device, whichever is current; in the deterministic mode, without filling what kernels will write."""
+    first = args[0]
+    elsewhere = first.is_cuda and first.get_device() != torch._C._cuda_getDevice()
+    if not elsewhere and not torch._C._get_deterministic_algorithms():
+        return function(*args)
     filled = torch._C._get_deterministic_fill_uninitialized_memory()
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     try:
-        with _nothing if device is None else torch.cuda.device(device):
-            yield
+        with torch.cuda.device(first.device) if elsewhere else _nothing:
+            return function(*args)
     finally:
         torch._C._set_deterministic_fill_uninitialized_memory(filled)
 

@@ -16,16 +16,17 @@ from .gpu_kernels import Problem, aggregate, aggregate_gradients, slices_of, tot
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def forward(features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool) -> Tensor:
-    return passes.forward(THIS, (features, spatial_shapes, level_starts, locations, weights), levels, drop, FORCE_INT64)
+def decide_forward(features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool):
+    T = (features, spatial_shapes, level_starts, locations, weights)
+    return passes.decide_forward(THIS, T, levels, drop, FORCE_INT64)
 
 
-def backward(
+def decide_backward(
     grad: Tensor, features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool, *,
     needs: Sequence[bool], deterministic: bool,
-) -> list[Tensor]:  # fmt: skip
+):  # fmt: skip
     T = (features, spatial_shapes, level_starts, locations, weights)
-    return passes.backward(THIS, grad, T, levels, drop, needs, deterministic, FORCE_INT64)
+    return passes.decide_backward(THIS, grad, T, levels, drop, tuple(needs), deterministic, FORCE_INT64)
 
 
 def plan(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import jit
-from ...op.cache import remember
 from ...op.dtypes import accumulator
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
+from .. import _gpu_gather as gathers
+from .._gpu_axes import MODES, PADDINGS, TAPS
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
 from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 from .._reference import joint_batch
@@ -44,27 +46,18 @@ class Backward(NamedTuple):
     back: jit.Step | None  # from the pixels that the gradient of the input is summed in
     step: jit.Step | None
     marks: tuple[jit.Step, ...]  # of sums in fixed point, so that their order does not matter
+    gather: gathers.Problem | None  # of sums in a fixed order, in place of those
+    rows: jit.Step | None  # makes rows of channels of the result's gradient for that
     repeated: bool  # a grid that serves many inputs has the sum of their gradients
     zeros: bool  # of the grid: known without a kernel
     wide: torch.dtype
 
 
-_passes: dict[tuple, Any] = {}
+def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Callable[..., Tensor]:
+    return partial(_forward, prepare_forward(input, grid, (mode, padding_mode, align_corners)))
 
 
-def _remembered(key: tuple, prepare, *args):
-    found = _passes.get(key)
-    return remember(_passes, key, prepare(*args)) if found is None else found
-
-
-def _kind(t: Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.data_ptr() & 15
-
-
-def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
-    options = (mode, padding_mode, align_corners)
-    key = (options, FORCE_INT64, input.get_device(), jit.state(), _kind(input), _kind(grid))
-    this = _remembered(key, prepare_forward, input, grid, options)
+def _forward(this: Forward, input: Tensor, grid: Tensor, *_options: Any) -> Tensor:
     out = torch.empty(this.shape, dtype=input.dtype, device=input.device, memory_format=this.layout)
     source = input if this.turn is None else turned(this.turn, input)
     this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
@@ -84,20 +77,22 @@ def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     return Forward(not _collapses(grid), turn, shape, layout, jit.Step(sample, what, [0, 1, 2]))
 
 
-def backward(
+def decide_backward(
     grad: Tensor, input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *,
     needs: Sequence[bool], deterministic: bool,
-) -> list[Tensor]:  # fmt: skip
-    options, asked = (mode, padding_mode, align_corners), tuple(needs)
-    kinds = _kind(grad), _kind(input), _kind(grid)
-    key = (options, asked, deterministic, FORCE_INT64, input.get_device(), jit.state(), *kinds)
-    this = _remembered(key, prepare_backward, grad, input, grid, options, asked, deterministic)
+) -> Callable[..., list[Tensor]]:  # fmt: skip
+    return partial(_backward, prepare_backward(grad, input, grid, (mode, padding_mode, align_corners), needs, deterministic), needs)
+
+
+def _backward(this: Backward, needs: Sequence[bool], grad: Tensor, input: Tensor, grid: Tensor, *_options: Any) -> list[Tensor]:
     if this.copy_grad:
         grad = grad.flatten(2)
     points = grid.flatten(1, -2) if this.copy_grid else grid
     d_input = d_grid = None
     if this.step is not None:
         d_input, d_grid = _both(this, grad, input, grid, points)
+    if this.gather is not None:
+        d_input = _gathered(this, grad, input, points)
     if this.zeros:
         d_grid = torch.zeros(grid.shape, dtype=grid.dtype, device=grid.device)
     return [g for g, need in zip((d_input, d_grid), needs) if need]  # type: ignore[misc]
@@ -107,8 +102,13 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     B, wide, flat = joint_batch(input, grid), accumulator(input, grid), _flat(grid)
     zeros = options[0] == "nearest" and needs[1]
     wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and zeros))
-    fixed = strict and "input" in wants
     through = "input" in wants and _through(input, grid)
+    gather = rows = None
+    if strict and "input" in wants and options[0] != "bicubic" and (through or _in_rows(input)):
+        gather, rows = _gather_problem(grad, input, flat, options, wide, through)
+    if gather is not None:
+        wants = wants[1:]
+    fixed = strict and "input" in wants
     step, of_input, of_gradient = None, None, None
     marks: tuple[jit.Step, ...] = ()
     if "grid" in wants:
@@ -128,9 +128,48 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     turn = back = None
     if through:
         turn = into_pixels(input.shape, input.dtype) if "grid" in wants else None
-        back = into_planes(input.shape, torch.int64 if fixed else wide, input.dtype, fixed, units(what) if fixed else 0)
+        sums = input.dtype if gather is not None else torch.int64 if fixed else wide
+        back = into_planes(input.shape, sums, input.dtype, fixed, units(what) if fixed else 0)
     copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
-    return Backward(*copies, wants, turn, back, step, marks, grid.shape[0] != B, zeros, wide)
+    return Backward(*copies, wants, turn, back, step, marks, gather, rows, grid.shape[0] != B, zeros, wide)
+
+
+def _in_rows(input: Tensor) -> bool:
+    """Whether channels are neighbours, and many: few are added faster as integers."""
+    return input.shape[1] >= 16 and memory_format(input, True) != torch.contiguous_format
+
+
+def _gather_problem(
+    grad: Tensor, input: Tensor, flat: Tensor, options: Options, wide: torch.dtype, through: bool
+) -> tuple[gathers.Problem | None, jit.Step | None]:
+    """Of a sum in a fixed order, if 32 bits count its samples and cells; and what makes rows of channels of the gradient first."""
+    (n, C, *size), (grids, points, dim) = input.shape, flat.shape
+    of_out, mode = _outline(grad).flatten(2).stride(), MODES.index(options[0])
+    as_rows = of_out[1] == 1 and of_out[0] == points * of_out[2]
+    row = of_out[2] if as_rows else pixel_stride(C, grad.element_size())
+    Z, H, W = (1, *size)[-3:]
+    stride = pixel_stride(C, input.element_size()) if through else C
+    where = TAPS[mode], PADDINGS.index(options[1]), options[2]
+    what = gathers.Problem(n, grad.shape[0] // max(1, n), points, Z, H, W, C, dim, *where, wide, grids, flat.stride(), row, stride)
+    if max(what.samples, what.cells) >= 2**31 - gathers.BLOCK:
+        return None, None
+    return what, None if as_rows else into_pixels(grad.shape, grad.dtype)
+
+
+def _gathered(this: Backward, grad: Tensor, input: Tensor, points: Tensor) -> Tensor:
+    """The gradient of the input, each pixel of which adds up its samples in order."""
+    assert this.gather is not None
+    rows = grad if this.rows is None else turned(this.rows, grad.contiguous())
+    if this.back is None:
+        out = torch.empty_like(input, memory_format=memory_format(input, True))
+        gathers.gather(this.gather, rows, points, out)
+        return out
+    pixels = input.new_empty(pixels_room(input.shape, input.dtype))
+    gathers.gather(this.gather, rows, points, pixels)
+    del rows
+    planes = input.new_empty(input.shape)
+    this.back((pixels, planes, None))
+    return planes
 
 
 def _through(input: Tensor, grid: Tensor) -> bool:
@@ -162,7 +201,7 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
         if this.marks:
             low = _sums(this, input) if this.wide == torch.float64 else None
             most = largest(grad.flatten(2), input.shape[0], this.wide)
-    tensors = (grad, source, points, d_input, d_grid, low, most)
+    tensors = (grad, source, points, d_input, d_grid, low, most, None)
     this.step(tensors)
     for step in this.marks:
         step(tensors)
@@ -192,7 +231,7 @@ def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, m
     """The gradient of the input, laid out and rounded as that is."""
     if this.back is not None:
         planes = input.new_empty(input.shape)
-        this.back((sums, planes, low, most))
+        this.back((sums, planes, low, most, None))
         return planes
     if not _finishes(this, input):
         return sums
@@ -248,10 +287,18 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
             add(gradients.title, (), Determinism.RUN_TO_RUN, room, *step.chosen(dtypes, input.device))
         if this.repeated and "grid" in this.wants:
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
-        if this.back is not None:
+        if this.back is not None and this.gather is None:
             add(transpose.title, (), same, after)
         elif "input" in this.wants and _finishes(this, input):
             add("_finish", (), same, after)
+    if this.gather is not None:
+        room, after = (copy + x for x in _gather_bytes(this, this.gather, input))
+        if this.rows is not None:
+            add(transpose.title, (), same, room)
+        for name in gathers.KERNELS:
+            add(name, ("input",) if name == gathers.KERNELS[-1] else (), Determinism.RUN_TO_RUN, room)
+        if this.back is not None:
+            add(transpose.title, (), same, after)
     if this.zeros:
         add("torch.zeros", ("grid",), same, 0)
     return found
@@ -263,14 +310,26 @@ def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
     pixels, room, wide = input.numel() // max(1, C), 0, this.wide.itemsize
     if "grid" in this.wants and this.repeated:
         room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * wide
+    copy = pixels * pixel_stride(C, itemsize) * itemsize if this.turn is not None else 0
+    if this.gather is not None:  # the gradient of the input comes later
+        return max(0, room + copy - result), room
     if "input" not in this.wants or (this.back is None and not _finishes(this, input)):
         return room, room
     each = 8 if this.marks else wide
     buffer = pixels * (pixel_stride(C, each) if this.back is not None else C) * each
     if this.marks:
         buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
-    copy = pixels * pixel_stride(C, itemsize) * itemsize if this.turn is not None else 0
     return max(0, room + buffer + copy - result), room + buffer
+
+
+def _gather_bytes(this: Backward, gather: gathers.Problem, input: Tensor) -> tuple[int, int]:
+    """The same of a gradient that pixels gather."""
+    itemsize = input.element_size()
+    room = gathers.workspace(gather) + (gather.samples * gather.row * itemsize if this.rows is not None else 0)
+    if this.back is None:
+        return room, 0
+    pixels = pixels_room(input.shape, input.dtype) * itemsize
+    return max(0, room + pixels - input.numel() * itemsize), pixels
 
 
 def _outline(t: Tensor) -> Tensor:

@@ -16,16 +16,17 @@ from .gpu_kernels import Problem, attend, attend_gradients
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def forward(value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool) -> Tensor:
-    return passes.forward(THIS, (value, spatial_shapes, level_starts, locations, weights), levels, logits, FORCE_INT64)
+def decide_forward(value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool):
+    T = (value, spatial_shapes, level_starts, locations, weights)
+    return passes.decide_forward(THIS, T, levels, logits, FORCE_INT64)
 
 
-def backward(
+def decide_backward(
     grad: Tensor, value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool, *,
     needs: Sequence[bool], deterministic: bool,
-) -> list[Tensor]:  # fmt: skip
+):  # fmt: skip
     T = (value, spatial_shapes, level_starts, locations, weights)
-    return passes.backward(THIS, grad, T, levels, logits, needs, deterministic, FORCE_INT64)
+    return passes.decide_backward(THIS, grad, T, levels, logits, tuple(needs), deterministic, FORCE_INT64)
 
 
 def plan(

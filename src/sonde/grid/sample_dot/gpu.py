@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
@@ -15,22 +16,24 @@ NAMES = dict(
 )  # of the form's letters, in the order of the gradients
 
 
-def forward(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int) -> Tensor:
+def decide_forward(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int):
     dtype = torch.promote_types(images.dtype, queries.dtype)
-    return form.derivatives(("coef",), images, samples, None, queries, depths, num_octaves, dtype=dtype)[0]
+    run = form.decide(("coef",), images, samples, None, queries, depths, num_octaves, dtype=dtype)
+    return lambda images, samples, queries, depths, _: run([images, samples, None, queries, depths])[0]
 
 
-def backward(
+def decide_backward(
     grad: Tensor, images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int,
-    *, needs: list[bool], deterministic: bool,
+    *, needs: Sequence[bool], deterministic: bool,
 ):  # fmt: skip
     wants = tuple(compress(NAMES, needs))
-    return form.derivatives(wants, images, samples, grad, queries, depths, num_octaves, deterministic=deterministic)
+    run = form.decide(wants, images, samples, grad, queries, depths, num_octaves, deterministic=deterministic)
+    return lambda grad, images, samples, queries, depths, _: run([images, samples, grad, queries, depths])
 
 
 def plan(
     images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int,
-    *, needs: list[bool], deterministic: bool,
+    *, needs: Sequence[bool], deterministic: bool,
 ) -> list[Kernel]:  # fmt: skip
     dtype = torch.promote_types(images.dtype, queries.dtype)
     kernels = form.plan("forward", {"coef": "out"}, (images, samples, None, queries, depths), num_octaves, dtype)
