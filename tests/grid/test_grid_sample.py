@@ -420,7 +420,7 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
     """All in one cell, a few in the next, and some that see nothing; the order of additions is that of the samples."""
     g = torch.Generator().manual_seed(samples)
     input = channels_last(torch.randn(2, 16, 4, 5, generator=g, dtype=torch.float64)).to(triton_target.device)
-    crowd = 0.2 * torch.rand(2, samples, 1, 2, generator=g, dtype=torch.float64) - 0.1
+    crowd = 0.1 + 0.1 * torch.rand(2, samples, 1, 2, generator=g, dtype=torch.float64)
     others = torch.tensor([0.5, 0.0, 9.0, 0.0, -0.1, 0.05], dtype=torch.float64).view(1, 3, 1, 2).expand(2, 3, 1, 2)
     grid = torch.cat([others[:, :2], crowd, others[:, 2:]], 1).to(triton_target.device)
     args = (input, grid, "bilinear", "zeros", False)
