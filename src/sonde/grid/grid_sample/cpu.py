@@ -21,7 +21,7 @@ from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._reference import joint_batch
-from ._cpu_few import FEW, FEW_BLOCK, few_dots, few_forward, few_scatter
+from ._cpu_few import FEW, FEW_BLOCK, few_dots, few_forward, few_pixels_dots, few_pixels_forward, few_scatter
 from ._cpu_taps import axis
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
@@ -99,7 +99,8 @@ def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, C
     if _last(input):
         return _pixels, (pixels_forward, pixels_scatter, pixels_dots)
     if _few(input, mode):
-        return _planes, (few_forward, few_scatter, few_dots)
+        planes = memory_format(input, True) == torch.contiguous_format
+        return _planes, (few_forward, few_scatter, few_dots) if planes else (few_pixels_forward, few_scatter, few_pixels_dots)
     return _planes, (planes_forward, planes_scatter, planes_dots)
 
 
