@@ -1,15 +1,15 @@
 """Bilinear ``grid_sample`` of a few channels on CPUs: where samples are is found for sixteen at a time, a lane for each.
 
 Planes are read in the same lanes. Where all sixteen samples have their four pixels, neighbours along a row are one load; elsewhere
-pixels that are absent are zero. Channels-last images are read sample by sample, four channels at a time. Indices are unsigned where
-kernels compute them: Numba asks of others whether they count from the end.
+pixels that are absent are zero. Channels-last images are read sample by sample, four channels at a time. Indices that
+kernels compute are unsigned: of others Numba asks whether they count from the end.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...op.cpu import exact_part, jit
+from ...op.cpu import exact_part, jit, part
 from ...op.lanes import (
     LANES,
     cast,
@@ -19,6 +19,7 @@ from ...op.lanes import (
     load,
     load_four,
     pairs,
+    prefetch,
     some,
     spread,
     store,
@@ -31,164 +32,179 @@ from ...op.lanes import (
 from ._cpu_taps import place
 
 FEW = 8  # channels at most
-FEW_BLOCK = 512  # samples that are handed to a thread at once
+FEW_BLOCK = 128  # samples whose places are found, and whose pixels are sent for, before the first is read
 
 
 @jit
 def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
     """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
-    P, size = points.shape[1], H * W
-    blocks, flat, rows = -(-P // block), points.reshape(points.shape[0], 2 * P), out.reshape(1, out.size)
+    P, size, one = points.shape[1], H * W, spread(points.dtype.type(1))
+    blocks, rows, (cells, at) = -(-P // block), out.reshape(out.size // P, P), _room(points)
     for n in range(start, stop):
-        b, low = n // blocks, n % blocks * block
-        for p in range(low, min(low + block, P), LANES):
-            u, v, at, has, _, _ = _cells(flat, b // grids, p, H, W, pad, align)
-            whole, target = everywhere(has == 15), b * C * P + p
-            u0, v0 = spread(points.dtype.type(1)) - u, spread(points.dtype.type(1)) - v
+        b, p = n // blocks, n % blocks * block
+        m, first = min(block, P - p), b // inputs * C * size
+        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(images, first, C, ic, ip, W, m, at)
+        for i in range(0, m, LANES):
+            u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
+            u0, v0, whole = one - u, one - v, everywhere(has == 15)
             for c in range(C):
-                c00, c01, c10, c11 = _corners(images, (b // inputs * C + c) * size, W, at, has, whole)
-                store_some(
-                    fma(v0, fma(u0, c00, u * c01), v * fma(u0, c10, u * c11)), rows, 0, target + c * P, b * C * P + c * P + P
-                )
+                c00, c01, c10, c11 = _corners(images, first + c * size, W, j, has, whole)
+                store_some(fma(v0, fma(u0, c00, u * c01), v * fma(u0, c10, u * c11)), rows, b * C + c, p + i, P)
 
 
 @jit
 def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
     """The gradient of the grid of blocks `start` to `stop` of samples."""
-    P, size = points.shape[1], H * W
-    blocks, flat, rows = -(-P // block), points.reshape(points.shape[0], 2 * P), grad.reshape(1, grad.size)
-    d_flat = d_grid.reshape(d_grid.shape[0], 2 * P)
+    P, size, zero, one = points.shape[1], H * W, spread(points.dtype.type(0)), spread(points.dtype.type(1))
+    blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points)
     for n in range(start, stop):
-        b, low = n // blocks, n % blocks * block
-        for p in range(low, min(low + block, P), LANES):
-            u, v, at, has, of_x, of_y = _cells(flat, b // grids, p, H, W, pad, align)
-            whole, source = everywhere(has == 15), b * C * P + p
-            u0, v0 = spread(points.dtype.type(1)) - u, spread(points.dtype.type(1)) - v
-            d_x, d_y = spread(points.dtype.type(0)), spread(points.dtype.type(0))
+        b, p = n // blocks, n % blocks * block
+        m, first = min(block, P - p), b // inputs * C * size
+        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(images, first, C, ic, ip, W, m, at)
+        for i in range(0, m, LANES):
+            u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
+            u0, v0, whole, d_x, d_y = one - u, one - v, everywhere(has == 15), zero, zero
             for c in range(C):
-                c00, c01, c10, c11 = _corners(images, (b // inputs * C + c) * size, W, at, has, whole)
-                g = load(rows, 0, source + c * P, b * C * P + c * P + P)
-                g = where(has == 0, 0, g)  # of what is absent it may be anything
+                c00, c01, c10, c11 = _corners(images, first + c * size, W, j, has, whole)
+                g = where(has == 0, 0, load(rows, b * C + c, p + i, P))  # of what is absent it may be anything
                 d_x = fma(g, fma(v0, c01 - c00, v * (c11 - c10)), d_x)
                 d_y = fma(g, fma(u0, c10 - c00, u * (c11 - c01)), d_y)
-            half, other = zipped(d_x * of_x, d_y * of_y)
-            store_some(half, d_flat, b, 2 * p, 2 * P)
-            store_some(other, d_flat, b, 2 * p + LANES, 2 * P)
+            store(d_x, cells, 4, i)
+            store(d_y, cells, 5, i)
+        _hand_over(d_grid, b, p, m, cells)
 
 
 @jit
 def few_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
-    P, blocks, size, one = points.shape[1], -(-C // width), H * W, points.dtype.type(1)
-    flat, step, row, below = points.reshape(points.shape[0], 2 * P), np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
-    reals, numbers = np.empty((2, LANES), points.dtype), np.empty((2, LANES), np.int64)
-    us, vs, ats, bits = reals[0], reals[1], numbers[0], numbers[1]
+    P, blocks, size, one, (cells, at) = points.shape[1], -(-C // width), H * W, points.dtype.type(1), _room(points)
+    us, vs, places, bits = cells[0], cells[1], at[0], at[1]
+    step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
+        high = min(low + width, C)
         for b in range(image * inputs, (image + 1) * inputs):
-            for p in range(0, P, LANES):
-                u, v, at, has, _, _ = _cells(flat, b // grids, p, H, W, pad, align)
-                whole, m = everywhere(has == 15), min(LANES, P - p)
-                store(u, reals, 0, 0)
-                store(v, reals, 1, 0)
-                store(cast(at, np.int64), numbers, 0, 0)
-                store(cast(has, np.int64), numbers, 1, 0)
-                for c in range(low, min(low + width, C)):
+            for p in range(0, P, FEW_BLOCK):
+                m = min(FEW_BLOCK, P - p)
+                whole = _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
+                _send_for(d_images, image * C * size + low * ic, high - low, ic, ip, W, m, at)
+                for c in range(low, high):
                     source, target = np.uint64(b * C * P + c * gc + p * gp), image * C * size + c * ic
                     for i in range(m):
                         u1, g = us[i], grad[source + np.uint64(i) * step]
                         u0, top, bottom = one - u1, (one - vs[i]) * g, vs[i] * g
-                        j = np.uint64(target + ats[i] * ip)
+                        j = np.uint64(target + places[i] * ip)
                         k = j + below
                         if whole:
                             d_images[j] += u0 * top
-                            d_images[j + row] += u1 * top
+                            d_images[j + right] += u1 * top
                             d_images[k] += u0 * bottom
-                            d_images[k + row] += u1 * bottom
+                            d_images[k + right] += u1 * bottom
                         else:
                             if bits[i] & 1:
                                 d_images[j] += u0 * top
                             if bits[i] & 2:
-                                d_images[j + row] += u1 * top
+                                d_images[j + right] += u1 * top
                             if bits[i] & 4:
                                 d_images[k] += u0 * bottom
                             if bits[i] & 8:
-                                d_images[k + row] += u1 * bottom
+                                d_images[k + right] += u1 * bottom
 
 
 @jit
 def few_pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
     """The same of images and out whose channels are neighbours."""
-    P, one = points.shape[1], spread(points.dtype.type(1))
-    blocks, flat = -(-P // block), points.reshape(points.shape[0], 2 * P)
-    pixels, results = images.reshape(images.size // C, C), out.reshape(out.size // C, C)
-    weight, numbers = np.empty((4, LANES), points.dtype), np.empty((2, LANES), np.int64)
+    P, one, (cells, at), weight = points.shape[1], spread(points.dtype.type(1)), _room(points), np.empty((4, block), points.dtype)
+    blocks, pixels, results = -(-P // block), images.reshape(images.size // C, C), out.reshape(out.size // C, C)
     for n in range(start, stop):
-        b, low = n // blocks, n % blocks * block
-        first = b // inputs * H * W
-        for p in range(low, min(low + block, P), LANES):
-            u, v, at, has, _, _ = _cells(flat, b // grids, p, H, W, pad, align)
-            store((one - u) * (one - v), weight, 0, 0)
-            store(u * (one - v), weight, 1, 0)
-            store((one - u) * v, weight, 2, 0)
-            store(u * v, weight, 3, 0)
-            store(cast(at, np.int64), numbers, 0, 0)
-            store(cast(has, np.int64), numbers, 1, 0)
-            for i in range(min(LANES, P - p)):
-                for c in range(0, C, 4):
-                    c00, c01, c10, c11 = _pixels(pixels, first + numbers[0, i], W, c, C, numbers[1, i])
-                    value = fma(weight[0, i], c00, fma(weight[1, i], c01, fma(weight[2, i], c10, weight[3, i] * c11)))
-                    store_some(value, results, b * P + p + i, c, C)
+        b, p = n // blocks, n % blocks * block
+        m, first = min(block, P - p), b // inputs * H * W
+        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(images, first * C, 1, ic, ip, W, m, at)
+        for i in range(0, m, LANES):
+            u, v = load(cells, 0, i, block), load(cells, 1, i, block)
+            store((one - v) * (one - u), weight, 0, i)
+            store((one - v) * u, weight, 1, i)
+            store(v * (one - u), weight, 2, i)
+            store(v * u, weight, 3, i)
+        for i in range(m):
+            for c in range(0, C, 4):
+                c00, c01, c10, c11 = _pixels(pixels, first + at[0, i], W, c, C, at[1, i])
+                value = fma(weight[0, i], c00, fma(weight[1, i], c01, fma(weight[2, i], c10, weight[3, i] * c11)))
+                store_some(value, results, b * P + p + i, c, C)
 
 
 @jit
 def few_pixels_dots(
     start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid
 ):
-    P, one = points.shape[1], points.dtype.type(1)
-    blocks, flat, d_flat = -(-P // block), points.reshape(points.shape[0], 2 * P), d_grid.reshape(d_grid.shape[0], 2 * P)
-    pixels, reals, numbers = images.reshape(images.size // C, C), np.empty((4, LANES), points.dtype), np.empty((2, LANES), np.int64)
-    given = grad.reshape(grad.size // C, C) if gc == 1 else np.empty((LANES, C), points.dtype)
+    P, zero, one, (cells, at) = points.shape[1], points.dtype.type(0), points.dtype.type(1), _room(points)
+    blocks, pixels = -(-P // block), images.reshape(images.size // C, C)
+    given = grad.reshape(grad.size // C, C) if gc == 1 else np.empty((block, C), points.dtype)
     for n in range(start, stop):
-        b, low = n // blocks, n % blocks * block
-        first = b // inputs * H * W
-        for p in range(low, min(low + block, P), LANES):
-            u, v, at, has, of_x, of_y = _cells(flat, b // grids, p, H, W, pad, align)
-            store(u, reals, 0, 0)
-            store(v, reals, 1, 0)
-            store(cast(at, np.int64), numbers, 0, 0)
-            store(cast(has, np.int64), numbers, 1, 0)
-            m, source = min(LANES, P - p), b * P + p if gc == 1 else 0
-            if gc > 1:  # the gradient of planes, turned
-                for c in range(C):
-                    for i in range(m):
-                        given[i, c] = grad[np.uint64(b * C * P + c * gc + p) + np.uint64(i)]
-            for i in range(m):
-                u1, v1, bits = reals[0, i], reals[1, i], numbers[1, i]
-                reals[2, i], reals[3, i] = 0, 0
-                for c in range(0, C, 4):
-                    c00, c01, c10, c11 = _pixels(pixels, first + numbers[0, i], W, c, C, bits)
-                    g = load_four(given, source + i, c, C if bits else 0)  # of what is absent it may be anything
-                    reals[2, i] += total(g * fma(one - v1, c01 - c00, v1 * (c11 - c10)))
-                    reals[3, i] += total(g * fma(one - u1, c10 - c00, u1 * (c11 - c01)))
-            half, other = zipped(load(reals, 2, 0, LANES) * of_x, load(reals, 3, 0, LANES) * of_y)
-            store_some(half, d_flat, b, 2 * p, 2 * P)
-            store_some(other, d_flat, b, 2 * p + LANES, 2 * P)
+        b, p = n // blocks, n % blocks * block
+        m, first, row = min(block, P - p), b // inputs * H * W, b * P + p if gc == 1 else 0
+        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(images, first * C, 1, ic, ip, W, m, at)
+        if gc > 1:  # planes, turned
+            for c in range(C):
+                source = np.uint64(b * C * P + c * gc + p)
+                for i in range(m):
+                    given[i, c] = grad[source + np.uint64(i)]
+        for i in range(m):
+            u, v, bits, d_x, d_y = cells[0, i], cells[1, i], at[1, i], zero, zero
+            for c in range(0, C, 4):
+                c00, c01, c10, c11 = _pixels(pixels, first + at[0, i], W, c, C, bits)
+                g = load_four(given, row + i, c, C if bits else 0)  # of what is absent it may be anything
+                d_x += total(g * fma(one - v, c01 - c00, v * (c11 - c10)))
+                d_y += total(g * fma(one - u, c10 - c00, u * (c11 - c01)))
+            cells[4, i], cells[5, i] = d_x, d_y
+        _hand_over(d_grid, b, p, m, cells)
+
+
+@part
+def _room(points):
+    """For a block of samples: how far into its cell each is, how that changes with its coordinates, and their gradient; the cell's
+    first pixel, and which of its four there are."""
+    return np.empty((6, FEW_BLOCK), points.dtype), np.empty((2, FEW_BLOCK), np.int32)
 
 
 @exact_part
-def _cells(points, b, p, H, W, pad, align):
-    """Of lanes of samples from `p` on: how far into its cell each is, the cell's first pixel, which of its four there are as bits 1
-    to 8, and how the first two change with its coordinates. Lanes after the last sample are like one in the middle."""
-    end = points.shape[1]
-    x, y = unzip(load(points, b, 2 * p, end), load(points, b, 2 * p + LANES, end))
-    x, of_x = place(x, W, 2, pad, align)
-    y, of_y = place(y, H, 2, pad, align)
-    left, above = floor(x), floor(y)
-    i, j = cast(left, np.int32), cast(above, np.int32)
-    before, after = where((i >= 0) & (i < W), i - i + 5, 0), where((i >= -1) & (i < W - 1), i - i + 10, 0)
-    upper, lower = where((j >= 0) & (j < H), i - i + 3, 0), where((j >= -1) & (j < H - 1), i - i + 12, 0)
-    return x - left, y - above, j * W + i, (before | after) & (upper | lower), of_x, of_y
+def _locate(points, b, p, m, H, W, pad, align, cells, at):
+    """Fill all but the gradient for samples from `p` on, and say whether they have all their pixels. Bits 1, 2, 4 and 8 stand for
+    these, from the first to the last. Lanes after the last sample are those of one in the middle."""
+    end = 2 * points.shape[1]
+    flat, lacking = points.reshape(points.shape[0], end), 0
+    for i in range(0, m, LANES):
+        x, y = unzip(load(flat, b, 2 * (p + i), end), load(flat, b, 2 * (p + i) + LANES, end))
+        x, of_x = place(x, W, 2, pad, align)
+        y, of_y = place(y, H, 2, pad, align)
+        left, above = floor(x), floor(y)
+        column, row = cast(left, np.int32), cast(above, np.int32)
+        none = column ^ column
+        before, after = where((column >= 0) & (column < W), none + 5, 0), where((column >= -1) & (column < W - 1), none + 10, 0)
+        upper, lower = where((row >= 0) & (row < H), none + 3, 0), where((row >= -1) & (row < H - 1), none + 12, 0)
+        has = (before | after) & (upper | lower)
+        lacking += not everywhere(has == 15)
+        store(x - left, cells, 0, i)
+        store(y - above, cells, 1, i)
+        store(of_x, cells, 2, i)
+        store(of_y, cells, 3, i)
+        store(row * W + column, at, 0, i)
+        store(has, at, 1, i)
+    return lacking == 0
+
+
+@part
+def _send_for(images, first, C, ic, ip, W, m, at):
+    """Begin to bring the pixels of every fourth sample here: in a sheared image no machine foresees them."""
+    line = images.reshape(1, images.size)
+    for i in range(0, m, 4):
+        for c in range(C):
+            prefetch(line, 0, first + c * ic + at[0, i] * ip)
+            prefetch(line, 0, first + c * ic + (at[0, i] + W) * ip)
 
 
 @exact_part
@@ -213,3 +229,18 @@ def _pixels(pixels, first, W, c, C, bits):
         c00, c01 = load_four(pixels, first, c, C if bits & 1 else 0), load_four(pixels, first + 1, c, C if bits & 2 else 0)
         c10, c11 = load_four(pixels, first + W, c, C if bits & 4 else 0), load_four(pixels, first + W + 1, c, C if bits & 8 else 0)
     return c00, c01, c10, c11
+
+
+@part
+def _hand_over(d_grid, b, p, m, cells):
+    """Gradients of samples from `p` on, x and y in turn."""
+    end = 2 * d_grid.shape[1]
+    flat = d_grid.reshape(d_grid.shape[0], end)
+    for i in range(0, m, LANES):
+        d_x, d_y = (
+            load(cells, 4, i, FEW_BLOCK) * load(cells, 2, i, FEW_BLOCK),
+            load(cells, 5, i, FEW_BLOCK) * load(cells, 3, i, FEW_BLOCK),
+        )
+        first, second = zipped(d_x, d_y)
+        store_some(first, flat, b, 2 * (p + i), end)
+        store_some(second, flat, b, 2 * (p + i) + LANES, end)
