@@ -171,8 +171,8 @@ def cast(typing, v, kind):
 
 @intrinsic
 def where(typing, inside, a, b):
-    """Lanes of `a` where `inside`, of `b` elsewhere; one of them may be a number."""
-    lanes = a if isinstance(a, Lanes) else b
+    """Lanes of `a` where `inside`, of `b` elsewhere. One of them may be a number; two numbers are of 32 bits."""
+    lanes = next((x for x in (a, b) if isinstance(x, Lanes)), Lanes(types.int32, inside.count))
 
     def generate(context, builder, signature, args):
         return builder.select(args[0], *(_lanes(builder, x, context.get_value_type(lanes)) for x in args[1:]))
@@ -306,6 +306,7 @@ for _function, _sign in ((operator.lt, "<"), (operator.le, "<="), (operator.gt, 
     _operator(_function, _Truth, "", "", _sign)
 
 
+_NAMES = {"float": "f32", "double": "f64"}
 _TURNS = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 
 
@@ -354,4 +355,4 @@ def _spread(builder, number, lanes):
 
 
 def _suffix(lanes) -> str:
-    return f"v{lanes.count}{'f32' if lanes.element == ir.FloatType() else 'f64'}"
+    return f"v{lanes.count}{_NAMES.get(str(lanes.element), lanes.element)}"

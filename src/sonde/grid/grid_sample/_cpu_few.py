@@ -40,11 +40,12 @@ def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
     """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
     P, size, one = points.shape[1], H * W, spread(points.dtype.type(1))
     blocks, rows, (cells, at) = -(-P // block), out.reshape(out.size // P, P), _room(points)
+    flat, line = _flat(points), images.reshape(1, images.size)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * C * size
-        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(images, first, C, ic, ip, W, m, at)
+        _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(line, first, C, ic, ip, W, m, at)
         for i in range(0, m, LANES):
             u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
             u0, v0, whole = one - u, one - v, everywhere(has == 15)
@@ -58,11 +59,12 @@ def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, alig
     """The gradient of the grid of blocks `start` to `stop` of samples."""
     P, size, zero, one = points.shape[1], H * W, spread(points.dtype.type(0)), spread(points.dtype.type(1))
     blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points)
+    flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * C * size
-        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(images, first, C, ic, ip, W, m, at)
+        _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(line, first, C, ic, ip, W, m, at)
         for i in range(0, m, LANES):
             u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
             u0, v0, whole, d_x, d_y = one - u, one - v, everywhere(has == 15), zero, zero
@@ -73,14 +75,14 @@ def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, alig
                 d_y = fma(g, fma(u0, c10 - c00, u * (c11 - c01)), d_y)
             store(d_x, cells, 4, i)
             store(d_y, cells, 5, i)
-        _hand_over(d_grid, b, p, m, cells)
+        _hand_over(d_flat, b, p, m, cells)
 
 
 @jit
 def few_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
     P, blocks, size, one, (cells, at) = points.shape[1], -(-C // width), H * W, points.dtype.type(1), _room(points)
-    us, vs, places, bits = cells[0], cells[1], at[0], at[1]
+    flat, line, us, vs, places, bits = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1], at[0], at[1]
     step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
@@ -88,8 +90,8 @@ def few_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, a
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, FEW_BLOCK):
                 m = min(FEW_BLOCK, P - p)
-                whole = _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
-                _send_for(d_images, image * C * size + low * ic, high - low, ic, ip, W, m, at)
+                whole = _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
+                _send_for(line, image * C * size + low * ic, high - low, ic, ip, W, m, at)
                 for c in range(low, high):
                     source, target = np.uint64(b * C * P + c * gc + p * gp), image * C * size + c * ic
                     for i in range(m):
@@ -118,11 +120,12 @@ def few_pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps,
     """The same of images and out whose channels are neighbours."""
     P, one, (cells, at), weight = points.shape[1], spread(points.dtype.type(1)), _room(points), np.empty((4, block), points.dtype)
     blocks, pixels, results = -(-P // block), images.reshape(images.size // C, C), out.reshape(out.size // C, C)
+    flat, line = _flat(points), images.reshape(1, images.size)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * H * W
-        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(images, first * C, 1, ic, ip, W, m, at)
+        _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(line, first * C, 1, ic, ip, W, m, at)
         for i in range(0, m, LANES):
             u, v = load(cells, 0, i, block), load(cells, 1, i, block)
             store((one - v) * (one - u), weight, 0, i)
@@ -142,12 +145,13 @@ def few_pixels_dots(
 ):
     P, zero, one, (cells, at) = points.shape[1], points.dtype.type(0), points.dtype.type(1), _room(points)
     blocks, pixels = -(-P // block), images.reshape(images.size // C, C)
+    flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
     given = grad.reshape(grad.size // C, C) if gc == 1 else np.empty((block, C), points.dtype)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first, row = min(block, P - p), b // inputs * H * W, b * P + p if gc == 1 else 0
-        _locate(points, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(images, first * C, 1, ic, ip, W, m, at)
+        _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
+        _send_for(line, first * C, 1, ic, ip, W, m, at)
         if gc > 1:  # planes, turned
             for c in range(C):
                 source = np.uint64(b * C * P + c * gc + p)
@@ -161,7 +165,13 @@ def few_pixels_dots(
                 d_x += total(g * fma(one - v, c01 - c00, v * (c11 - c10)))
                 d_y += total(g * fma(one - u, c10 - c00, u * (c11 - c01)))
             cells[4, i], cells[5, i] = d_x, d_y
-        _hand_over(d_grid, b, p, m, cells)
+        _hand_over(d_flat, b, p, m, cells)
+
+
+@part
+def _flat(points):
+    """x and y in turn, a row for each batch."""
+    return points.reshape(points.shape[0], 2 * points.shape[1])
 
 
 @part
@@ -172,20 +182,18 @@ def _room(points):
 
 
 @exact_part
-def _locate(points, b, p, m, H, W, pad, align, cells, at):
+def _locate(flat, b, p, m, H, W, pad, align, cells, at):
     """Fill all but the gradient for samples from `p` on, and say whether they have all their pixels. Bits 1, 2, 4 and 8 stand for
     these, from the first to the last. Lanes after the last sample are those of one in the middle."""
-    end = 2 * points.shape[1]
-    flat, lacking = points.reshape(points.shape[0], end), 0
+    end, lacking = flat.shape[1], 0
     for i in range(0, m, LANES):
         x, y = unzip(load(flat, b, 2 * (p + i), end), load(flat, b, 2 * (p + i) + LANES, end))
         x, of_x = place(x, W, 2, pad, align)
         y, of_y = place(y, H, 2, pad, align)
         left, above = floor(x), floor(y)
         column, row = cast(left, np.int32), cast(above, np.int32)
-        none = column ^ column
-        before, after = where((column >= 0) & (column < W), none + 5, 0), where((column >= -1) & (column < W - 1), none + 10, 0)
-        upper, lower = where((row >= 0) & (row < H), none + 3, 0), where((row >= -1) & (row < H - 1), none + 12, 0)
+        before, after = where((column >= 0) & (column < W), 5, 0), where((column >= -1) & (column < W - 1), 10, 0)
+        upper, lower = where((row >= 0) & (row < H), 3, 0), where((row >= -1) & (row < H - 1), 12, 0)
         has = (before | after) & (upper | lower)
         lacking += not everywhere(has == 15)
         store(x - left, cells, 0, i)
@@ -198,9 +206,8 @@ def _locate(points, b, p, m, H, W, pad, align, cells, at):
 
 
 @part
-def _send_for(images, first, C, ic, ip, W, m, at):
+def _send_for(line, first, C, ic, ip, W, m, at):
     """Begin to bring the pixels of every fourth sample here: in a sheared image no machine foresees them."""
-    line = images.reshape(1, images.size)
     for i in range(0, m, 4):
         for c in range(C):
             prefetch(line, 0, first + c * ic + at[0, i] * ip)
@@ -232,15 +239,11 @@ def _pixels(pixels, first, W, c, C, bits):
 
 
 @part
-def _hand_over(d_grid, b, p, m, cells):
+def _hand_over(d_flat, b, p, m, cells):
     """Gradients of samples from `p` on, x and y in turn."""
-    end = 2 * d_grid.shape[1]
-    flat = d_grid.reshape(d_grid.shape[0], end)
+    end, block = d_flat.shape[1], FEW_BLOCK
     for i in range(0, m, LANES):
-        d_x, d_y = (
-            load(cells, 4, i, FEW_BLOCK) * load(cells, 2, i, FEW_BLOCK),
-            load(cells, 5, i, FEW_BLOCK) * load(cells, 3, i, FEW_BLOCK),
-        )
+        d_x, d_y = load(cells, 4, i, block) * load(cells, 2, i, block), load(cells, 5, i, block) * load(cells, 3, i, block)
         first, second = zipped(d_x, d_y)
-        store_some(first, flat, b, 2 * (p + i), end)
-        store_some(second, flat, b, 2 * (p + i) + LANES, end)
+        store_some(first, d_flat, b, 2 * (p + i), end)
+        store_some(second, d_flat, b, 2 * (p + i) + LANES, end)

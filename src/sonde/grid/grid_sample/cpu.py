@@ -57,7 +57,8 @@ def backward(
         found.append(d_input.to(input.dtype))
         del d_input
     if needs[1]:
-        d_grid = torch.zeros((B, *points.shape[1:]), dtype=wide)
+        filled = something and _few(input, mode)  # by the kernel
+        d_grid = (torch.empty if filled else torch.zeros)((B, *points.shape[1:]), dtype=wide)
         if something and mode != "nearest":
             run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, d_grid.numpy())
         if grid.shape[0] != B:
@@ -105,7 +106,7 @@ def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, C
 
 
 def _few(input: Tensor, mode: str) -> bool:
-    """Whether all channels of a sample are done together, one by one."""
+    """Whether a lane is a sample."""
     small = input.ndim == 4 and input.shape[1] <= FEW and prod(input.shape[2:]) < 2**31
     return small and mode == "bilinear" and not _last(input)
 
