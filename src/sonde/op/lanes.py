@@ -211,22 +211,6 @@ def pairs(typing, x, first, at):
 
 
 @intrinsic
-def some(typing, x, first, at, inside):
-    """``x[first + at]`` of the lanes that are `inside`; others are not read but zero."""
-
-    def generate(context, builder, signature, args):
-        x = context.make_array(signature.args[0])(context, builder, args[0])
-        here = builder.gep(builder.gep(x.data, [args[1]]), [args[2]], source_etype=x.data.type.pointee)
-        here.type, lanes = ir.VectorType(x.data.type, LANES), context.get_value_type(signature.return_type)
-        kind = ir.FunctionType(lanes, [here.type, ir.IntType(32), args[3].type, lanes])
-        gather = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.gather.{_suffix(lanes)}.v{LANES}p0")
-        align = ir.IntType(32)(signature.args[0].dtype.bitwidth // 8)
-        return builder.call(gather, [here, align, args[3], ir.Constant(lanes, None)])
-
-    return Lanes(x.dtype)(x, types.intp, at, inside), generate
-
-
-@intrinsic
 def unzip(typing, v, w):
     """The first, third, … and the second, fourth, … of the lanes of `v` and then `w`."""
 

@@ -1,8 +1,7 @@
-"""Bilinear ``grid_sample`` of a few channels on CPUs: where samples are is found for sixteen at a time, a lane for each.
+"""Bilinear ``grid_sample`` of images on CPUs: where samples are is found for sixteen at a time, a lane for each.
 
-Planes are read in the same lanes. Where all sixteen samples have their four pixels, neighbours along a row are one load; elsewhere
-pixels that are absent are zero. Channels-last images are read sample by sample, four channels at a time. Indices that
-kernels compute are unsigned: of others Numba asks whether they count from the end.
+Planes are read in the same lanes, and neighbours along a row are one load. A few channels that are neighbours are read sample by
+sample, four at a time. Indices that kernels compute are unsigned: of others Numba asks whether they count from the end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ...op.lanes import (
     load_four,
     pairs,
     prefetch,
-    some,
     spread,
     store,
     store_some,
@@ -29,69 +27,82 @@ from ...op.lanes import (
     where,
     zipped,
 )
-from ._cpu_taps import place
+from ._cpu_taps import BLOCK, place
 
-FEW = 8  # channels at most
-FEW_BLOCK = 128  # samples whose places are found, and whose pixels are sent for, before the first is read
+FEW = 8  # channels, at most
+FEW_BLOCK = 128  # samples of a few channels whose places are found, and whose pixels are sent for, before the first is read
 
 
 @jit
-def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
+def bilinear_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
     """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
     P, size, one = points.shape[1], H * W, spread(points.dtype.type(1))
-    blocks, rows, (cells, at) = -(-P // block), out.reshape(out.size // P, P), _room(points)
+    blocks, rows, (cells, at) = -(-P // block), out.reshape(out.size // P, P), _room(points, block)
     flat, line = _flat(points), images.reshape(1, images.size)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * C * size
         _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(line, first, C, ic, ip, W, m, at)
-        for i in range(0, m, LANES):
-            u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
-            u0, v0, whole = one - u, one - v, everywhere(has == 15)
-            for c in range(C):
-                c00, c01, c10, c11 = _corners(images, first + c * size, W, j, has, whole)
+        if C <= FEW:
+            _send_for(line, first, C, ic, ip, W, m, at)
+        for c in range(C):  # first: planes often lie a whole number of pages apart, and a load waits for a store a page away
+            for i in range(0, m, LANES):
+                u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
+                c00, c01, c10, c11 = _corners(images, first + c * size, size, W, j, has, everywhere(has == 15))
+                u0, v0 = one - u, one - v
                 store_some(fma(v0, fma(u0, c00, u * c01), v * fma(u0, c10, u * c11)), rows, b * C + c, p + i, P)
 
 
 @jit
-def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
+def bilinear_dots(
+    start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid
+):
     """The gradient of the grid of blocks `start` to `stop` of samples."""
     P, size, zero, one = points.shape[1], H * W, spread(points.dtype.type(0)), spread(points.dtype.type(1))
-    blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points)
+    blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points, block)
     flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
+    turned = np.empty((1, block), points.dtype)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * C * size
         _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
-        _send_for(line, first, C, ic, ip, W, m, at)
+        if C <= FEW:
+            _send_for(line, first, C, ic, ip, W, m, at)
         for i in range(0, m, LANES):
-            u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
-            u0, v0, whole, d_x, d_y = one - u, one - v, everywhere(has == 15), zero, zero
-            for c in range(C):
-                c00, c01, c10, c11 = _corners(images, first + c * size, W, j, has, whole)
-                g = where(has == 0, 0, load(rows, b * C + c, p + i, P))  # of what is absent it may be anything
-                d_x = fma(g, fma(v0, c01 - c00, v * (c11 - c10)), d_x)
-                d_y = fma(g, fma(u0, c10 - c00, u * (c11 - c01)), d_y)
-            store(d_x, cells, 4, i)
-            store(d_y, cells, 5, i)
+            store(zero, cells, 4, i)
+            store(zero, cells, 5, i)
+        for c in range(C):
+            if gp > 1:  # channels are neighbours
+                source = np.uint64(b * C * P + c * gc + p * gp)
+                for i in range(m):
+                    turned[0, i] = grad[source + np.uint64(i * gp)]
+            for i in range(0, m, LANES):
+                u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
+                c00, c01, c10, c11 = _corners(images, first + c * size, size, W, j, has, everywhere(has == 15))
+                g = load(turned, 0, i, m) if gp > 1 else load(rows, b * C + c, p + i, P)
+                g = where(has == 0, 0, g)  # of what is absent it may be anything
+                d_x, d_y = fma(one - v, c01 - c00, v * (c11 - c10)), fma(one - u, c10 - c00, u * (c11 - c01))
+                store(fma(g, d_x, load(cells, 4, i, block)), cells, 4, i)
+                store(fma(g, d_y, load(cells, 5, i, block)), cells, 5, i)
         _hand_over(d_flat, b, p, m, cells)
 
 
 @jit
-def few_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
+def bilinear_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
-    P, blocks, size, one, (cells, at) = points.shape[1], -(-C // width), H * W, points.dtype.type(1), _room(points)
+    block = FEW_BLOCK if C <= FEW else BLOCK
+    P, blocks, size, one, (cells, at) = points.shape[1], -(-C // width), H * W, points.dtype.type(1), _room(points, block)
     flat, line, us, vs, places, bits = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1], at[0], at[1]
     step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high = min(low + width, C)
         for b in range(image * inputs, (image + 1) * inputs):
-            for p in range(0, P, FEW_BLOCK):
-                m = min(FEW_BLOCK, P - p)
+            for p in range(0, P, block):
+                m = min(block, P - p)
                 whole = _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
-                _send_for(line, image * C * size + low * ic, high - low, ic, ip, W, m, at)
+                if C <= FEW:
+                    _send_for(line, image * C * size + low * ic, high - low, ic, ip, W, m, at)
                 for c in range(low, high):
                     source, target = np.uint64(b * C * P + c * gc + p * gp), image * C * size + c * ic
                     for i in range(m):
@@ -116,9 +127,14 @@ def few_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, a
 
 
 @jit
-def few_pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
+def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
     """The same of images and out whose channels are neighbours."""
-    P, one, (cells, at), weight = points.shape[1], spread(points.dtype.type(1)), _room(points), np.empty((4, block), points.dtype)
+    P, one, (cells, at), weight = (
+        points.shape[1],
+        spread(points.dtype.type(1)),
+        _room(points, block),
+        np.empty((4, block), points.dtype),
+    )
     blocks, pixels, results = -(-P // block), images.reshape(images.size // C, C), out.reshape(out.size // C, C)
     flat, line = _flat(points), images.reshape(1, images.size)
     for n in range(start, stop):
@@ -140,10 +156,8 @@ def few_pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps,
 
 
 @jit
-def few_pixels_dots(
-    start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid
-):
-    P, zero, one, (cells, at) = points.shape[1], points.dtype.type(0), points.dtype.type(1), _room(points)
+def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
+    P, zero, one, (cells, at) = points.shape[1], points.dtype.type(0), points.dtype.type(1), _room(points, block)
     blocks, pixels = -(-P // block), images.reshape(images.size // C, C)
     flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
     given = grad.reshape(grad.size // C, C) if gc == 1 else np.empty((block, C), points.dtype)
@@ -175,10 +189,10 @@ def _flat(points):
 
 
 @part
-def _room(points):
+def _room(points, block):
     """For a block of samples: how far into its cell each is, how that changes with its coordinates, and their gradient; the cell's
     first pixel, and which of its four there are."""
-    return np.empty((6, FEW_BLOCK), points.dtype), np.empty((2, FEW_BLOCK), np.int32)
+    return np.empty((6, block), points.dtype), np.empty((2, block), np.int32)
 
 
 @exact_part
@@ -215,15 +229,23 @@ def _send_for(line, first, C, ic, ip, W, m, at):
 
 
 @exact_part
-def _corners(images, first, W, at, has, whole):
+def _corners(images, first, size, W, at, has, whole):
     """The four pixels of each cell, zero where there is none."""
     if whole:
         c00, c01 = pairs(images, first, at)
         c10, c11 = pairs(images, first + W, at)
     else:
-        c00, c01 = some(images, first, at, has & 1 == 1), some(images, first + 1, at, has & 2 == 2)
-        c10, c11 = some(images, first + W, at, has & 4 == 4), some(images, first + W + 1, at, has & 8 == 8)
+        c00, c01 = _edge(images, first, size, at, has & 1 == 1, has & 2 == 2)
+        c10, c11 = _edge(images, first, size, at + W, has & 4 == 4, has & 8 == 8)
     return c00, c01, c10, c11
+
+
+@exact_part
+def _edge(images, first, size, at, left, right):
+    """Two neighbours of which there may be one or none. Those before the first pixel and after the last are not read."""
+    near = where(at < 0, 0, where(at > size - 2, size - 2, at))
+    a, b = pairs(images, first, near)
+    return where(left, where(at > near, b, a), 0), where(right, where(at < near, a, b), 0)
 
 
 @exact_part
@@ -241,7 +263,7 @@ def _pixels(pixels, first, W, c, C, bits):
 @part
 def _hand_over(d_flat, b, p, m, cells):
     """Gradients of samples from `p` on, x and y in turn."""
-    end, block = d_flat.shape[1], FEW_BLOCK
+    end, block = d_flat.shape[1], cells.shape[1]
     for i in range(0, m, LANES):
         d_x, d_y = load(cells, 4, i, block) * load(cells, 2, i, block), load(cells, 5, i, block) * load(cells, 3, i, block)
         first, second = zipped(d_x, d_y)
