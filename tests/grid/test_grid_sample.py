@@ -233,6 +233,47 @@ def test_channels_last_in_channels_last_out(target, dim):
         torch.testing.assert_close([*out, d_input], [*want[0], want[1][0]])
 
 
+@pytest.mark.parametrize("C", [1, 3, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lanes_at_edges(numba_target, dtype, C):
+    """Sixteen samples at once, some of which have all their pixels, some a few, some none; any number of samples, both layouts."""
+    options = "bilinear", "zeros", False
+    for (H, W), P in product(((1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (4, 40)), (1, 15, 16, 33, 130)):
+        g = torch.Generator().manual_seed(P)
+        input = torch.randn(2, C, H, W, generator=g, dtype=dtype)
+        grid = (torch.rand(2, 1, P, 2, generator=g, dtype=dtype) - 0.5) * 2.2
+        grid[:, :, ::7] = torch.tensor([-1.0, 1.0])[torch.randint(2, grid[:, :, ::7].shape, generator=g)].to(dtype)
+        grid[:, :, 3::11] = 1.5 if P < 100 else grid[:, :, 3::11] * 0.5
+        for image in (input, channels_last(input)):
+            with poisoned():
+                args = redzone(image), redzone(grid), *options
+                compare(call(numba_target), args, 2e-5 if dtype == torch.float32 else 1e-11, f"{H} {W} {P}")
+
+
+@pytest.mark.parametrize("C", [3, 9])
+def test_gradient_of_the_other_layout(numba_target, C):
+    """A result's gradient need not lie as the result does."""
+    input, grid, *options = make(numba_target, C=C, D=70)
+    grad = torch.randn(2, C, 3, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for image, given in product((input, channels_last(input)), (grad, channels_last(grad))):
+        args = image, grid, *options
+        got, want = (value_and_grads(f, args, [given])[1] for f in (call(numba_target), F.grid_sample))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("C", [2, 9])
+def test_pixels_of_other_rows_poison_nothing(numba_target, C):
+    """What lies in memory before a row's first pixel and after its last is no neighbour of theirs."""
+    for row, column, x in ((0, 3, -1.0), (2, 0, 1.0)):
+        input, grid = torch.ones(1, C, 3, 4), torch.tensor([x, 0.0]).expand(1, 1, 18, 2)
+        input[..., row, column] = torch.nan
+        for image in (input, channels_last(input)):
+            args = image, grid, "bilinear", "zeros", False
+            got, want = value_and_grads(call(numba_target), args), value_and_grads(F.grid_sample, args)
+            assert got[0][0].isfinite().all()
+            torch.testing.assert_close(got, want)
+
+
 def test_flow_fields_are_not_copied(triton_target, monkeypatch):
     """A permuted flow, as networks predict it, is read where it is."""
     input, grid, *options = make(triton_target)

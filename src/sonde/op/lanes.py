@@ -7,28 +7,30 @@ compute alike, so a sum has the same bits wherever in a row it is made.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils, types
-from numba.extending import models, register_model
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import lower_builtin, models, register_model
 
 LANES = 16
 intrinsic: Callable[..., Any] = extending.intrinsic  # the first argument is Numba's own, which type checkers do not know
 
 
 class Lanes(types.Type):
-    def __init__(self, dtype: types.Type) -> None:
-        super().__init__(f"Lanes({dtype})")
-        self.dtype = dtype
+    def __init__(self, dtype: types.Type, count: int = LANES) -> None:
+        super().__init__(f"Lanes({dtype} x {count})")
+        self.dtype, self.count = dtype, count
 
 
 @register_model(Lanes)
 class _Model(models.PrimitiveModel):
     def __init__(self, manager, kind: Lanes) -> None:
-        super().__init__(manager, kind, ir.VectorType(manager[kind.dtype].get_value_type(), LANES))
+        super().__init__(manager, kind, ir.VectorType(manager[kind.dtype].get_value_type(), kind.count))
 
 
 @intrinsic
@@ -36,18 +38,14 @@ def load(typing, x, row, column, end):
     """Lanes ``x[row, column : column + LANES]``; those from column `end` on are not read but zero."""
 
     def generate(context, builder, signature, args):
-        pointer, align = _address(context, builder, signature.args[0], *args[:3])
+        pointer, align = _address(context, builder, LANES, signature.args[0], *args[:3])
         left = builder.sub(args[3], args[2])
         lanes = pointer.type.pointee
         with builder.if_else(builder.icmp_signed(">=", left, left.type(LANES)), likely=True) as (whole, part):
             with whole:
                 all_lanes, whole_block = builder.load(pointer, align=align), builder.block
             with part:
-                inside = _below(builder, left)
-                kind = ir.FunctionType(lanes, [pointer.type, ir.IntType(32), inside.type, lanes])
-                masked = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{_suffix(lanes)}.p0")
-                some_lanes = builder.call(masked, [pointer, ir.IntType(32)(align), inside, ir.Constant(lanes, None)])
-                part_block = builder.block
+                some_lanes, part_block = _load_below(builder, left, pointer, align), builder.block
         found = builder.phi(lanes)
         found.add_incoming(all_lanes, whole_block)
         found.add_incoming(some_lanes, part_block)
@@ -57,11 +55,22 @@ def load(typing, x, row, column, end):
 
 
 @intrinsic
+def load_four(typing, x, row, column, end):
+    """Four lanes ``x[row, column : column + 4]``; those from column `end` on are not read but zero."""
+
+    def generate(context, builder, signature, args):
+        pointer, align = _address(context, builder, 4, signature.args[0], *args[:3])
+        return _load_below(builder, builder.sub(args[3], args[2]), pointer, align)
+
+    return Lanes(x.dtype, 4)(x, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
 def prefetch(typing, x, row, column):
     """Begin to bring the cache line of ``x[row, column]`` here."""
 
     def generate(context, builder, signature, args):
-        pointer, _ = _address(context, builder, signature.args[0], *args)
+        pointer, _ = _address(context, builder, LANES, signature.args[0], *args)
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         begin = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -76,7 +85,7 @@ def store(typing, v, x, row, column):
     """``x[row, column : column + LANES] = v``; the row must be long enough."""
 
     def generate(context, builder, signature, args):
-        pointer, align = _address(context, builder, signature.args[1], *args[1:])
+        pointer, align = _address(context, builder, v.count, signature.args[1], *args[1:])
         builder.store(args[0], pointer, align=align)
         return context.get_dummy_value()
 
@@ -85,17 +94,17 @@ def store(typing, v, x, row, column):
 
 @intrinsic
 def store_some(typing, v, x, row, column, end):
-    """``x[row, column : column + LANES] = v``; those from column `end` on are not written."""
+    """``x[row, column : column + LANES] = v``; those from column `end` on are not written. Of four lanes, four."""
 
     def generate(context, builder, signature, args):
-        pointer, align = _address(context, builder, signature.args[1], *args[1:4])
+        pointer, align = _address(context, builder, v.count, signature.args[1], *args[1:4])
         left = builder.sub(args[4], args[3])
         lanes = pointer.type.pointee
-        with builder.if_else(builder.icmp_signed(">=", left, left.type(LANES)), likely=True) as (whole, part):
+        with builder.if_else(builder.icmp_signed(">=", left, left.type(v.count)), likely=True) as (whole, part):
             with whole:
                 builder.store(args[0], pointer, align=align)
             with part:
-                inside = _below(builder, left)
+                inside = _below(builder, left, v.count)
                 kind = ir.FunctionType(ir.VoidType(), [lanes, pointer.type, ir.IntType(32), inside.type])
                 masked = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.store.{_suffix(lanes)}.p0")
                 builder.call(masked, [args[0], pointer, ir.IntType(32)(align), inside])
@@ -128,6 +137,101 @@ def fma(typing, a, v, w):
 
 
 @intrinsic
+def floor(typing, v):
+    def generate(context, builder, signature, args):
+        return _call(builder, "llvm.floor", args[0])
+
+    return v(v), generate
+
+
+@intrinsic
+def magnitude(typing, v):
+    def generate(context, builder, signature, args):
+        return _call(builder, "llvm.fabs", args[0])
+
+    return v(v), generate
+
+
+@intrinsic
+def cast(typing, v, kind):
+    """Lanes of another kind: that of a NumPy type or of other lanes. Towards zero where those are integers."""
+
+    def generate(context, builder, signature, args):
+        lanes, old, new = context.get_value_type(signature.return_type), v.dtype, signature.return_type.dtype
+        if old == new:
+            return args[0]
+        if isinstance(old, types.Integer):
+            return builder.sext(args[0], lanes)
+        if isinstance(new, types.Integer):
+            return builder.fptosi(args[0], lanes)
+        return (builder.fpext if new.bitwidth > old.bitwidth else builder.fptrunc)(args[0], lanes)
+
+    return Lanes(kind.dtype, v.count)(v, kind), generate
+
+
+@intrinsic
+def where(typing, inside, a, b):
+    """Lanes of `a` where `inside`, of `b` elsewhere. One of them may be a number; two numbers are of 32 bits."""
+    lanes = next((x for x in (a, b) if isinstance(x, Lanes)), Lanes(types.int32, inside.count))
+
+    def generate(context, builder, signature, args):
+        return builder.select(args[0], *(_lanes(builder, x, context.get_value_type(lanes)) for x in args[1:]))
+
+    return lanes(inside, *(x if isinstance(x, Lanes) else lanes.dtype for x in (a, b))), generate
+
+
+@intrinsic
+def everywhere(typing, inside):
+    """Whether it holds in all lanes."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(1), [args[0].type])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.and.v{LANES}i1"), args)
+
+    return types.boolean(inside), generate
+
+
+@intrinsic
+def pairs(typing, x, first, at):
+    """``x[first + at]`` and ``x[first + at + 1]`` of all lanes. Both are one load: gathers are slower wherever they were mended."""
+
+    def generate(context, builder, signature, args):
+        start = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
+        bits, size = signature.args[0].dtype.bitwidth, ir.IntType(32)
+        both = ir.Constant(ir.VectorType(ir.IntType(2 * bits), LANES), ir.Undefined)
+        for i in map(size, range(LANES)):
+            here = builder.gep(start, [builder.sext(builder.extract_element(args[2], i), args[1].type)])
+            pair = builder.load(builder.bitcast(here, both.type.element.as_pointer()), align=bits // 8)
+            both = builder.insert_element(both, pair, i)
+        flat = builder.bitcast(both, ir.VectorType(start.type.pointee, 2 * LANES))
+        halves = _shuffled(builder, [flat, ir.Constant(flat.type, ir.Undefined)], _TURNS)
+        return context.make_tuple(builder, signature.return_type, halves)
+
+    return types.UniTuple(Lanes(x.dtype), 2)(x, types.intp, at), generate
+
+
+@intrinsic
+def unzip(typing, v, w):
+    """The first, third, … and the second, fourth, … of the lanes of `v` and then `w`."""
+
+    def generate(context, builder, signature, args):
+        return context.make_tuple(builder, signature.return_type, _shuffled(builder, args, _TURNS))
+
+    return types.UniTuple(v, 2)(v, w), generate
+
+
+@intrinsic
+def zipped(typing, v, w):
+    """Lanes of `v` and `w` in turn: the first half of them, the second half."""
+
+    def generate(context, builder, signature, args):
+        order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+        return context.make_tuple(builder, signature.return_type, _shuffled(builder, args, (order[:LANES], order[LANES:])))
+
+    return types.UniTuple(v, 2)(v, w), generate
+
+
+@intrinsic
 def total(typing, v):
     """Sum over the lanes, by halves."""
 
@@ -140,26 +244,99 @@ def total(typing, v):
     return v.dtype(v), generate
 
 
-def _address(context, builder, array_type, array, row, column):
+# ---- operators: of lanes with lanes or a number, which becomes one of their kind; every result is rounded ----------------------
+
+
+class _Alike(AbstractTemplate):
+    def generic(self, args, kws):
+        lanes = [a for a in args if isinstance(a, Lanes)]
+        if lanes:
+            kinds = [a if isinstance(a, Lanes) else lanes[0].dtype for a in args]
+            return signature(self.result(lanes[0]), *kinds)
+
+    def result(self, lanes: Lanes) -> Lanes:
+        return lanes
+
+
+class _Truth(_Alike):
+    def result(self, lanes: Lanes) -> Lanes:
+        return Lanes(types.boolean, lanes.count)
+
+
+def _operator(function: Callable, template: type, real: str, whole: str, sign: str | None = None) -> None:
+    """`real` and `whole` are LLVM's instructions for either, or the comparison where `sign` says so."""
+
+    def generate(context, builder, signature, args):
+        lanes = next(kind for kind in signature.args if isinstance(kind, Lanes))
+        floating = isinstance(lanes.dtype, types.Float)
+        a, b = (_lanes(builder, x, context.get_value_type(lanes)) for x in args)
+        if sign:
+            return (builder.fcmp_ordered if floating else builder.icmp_signed)(sign, a, b)
+        return getattr(builder, real if floating else whole)(a, b)
+
+    infer_global(function)(type("_Of", (template,), {"key": function}))
+    for kinds in ((Lanes, Lanes), (Lanes, types.Number), (types.Number, Lanes)):
+        lower_builtin(function, *kinds)(generate)
+
+
+_operator(operator.add, _Alike, "fadd", "add")
+_operator(operator.sub, _Alike, "fsub", "sub")
+_operator(operator.mul, _Alike, "fmul", "mul")
+_operator(operator.truediv, _Alike, "fdiv", "sdiv")
+_operator(operator.and_, _Alike, "", "and_")
+_operator(operator.or_, _Alike, "", "or_")
+_operator(operator.xor, _Alike, "", "xor")
+for _function, _sign in ((operator.lt, "<"), (operator.le, "<="), (operator.gt, ">"), (operator.ge, ">="), (operator.eq, "==")):
+    _operator(_function, _Truth, "", "", _sign)
+
+
+_NAMES = {"float": "f32", "double": "f64"}
+_TURNS = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
+
+
+def _shuffled(builder, lanes, orders):
+    kind = ir.VectorType(ir.IntType(32), LANES)
+    return [builder.shuffle_vector(*lanes, ir.Constant(kind, order)) for order in orders]
+
+
+def _call(builder, name, v):
+    kind = ir.FunctionType(v.type, [v.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"{name}.{_suffix(v.type)}"), [v])
+
+
+def _lanes(builder, x, lanes):
+    return x if isinstance(x.type, ir.VectorType) else _spread(builder, x, lanes)
+
+
+def _address(context, builder, count, array_type, array, row, column):
     """Where the lanes begin, and how that is aligned."""
     x = context.make_array(array_type)(context, builder, array)
     width = cgutils.unpack_tuple(builder, x.shape)[1]
-    lanes = ir.VectorType(x.data.type.pointee, LANES)
+    lanes = ir.VectorType(x.data.type.pointee, count)
     first = builder.gep(x.data, [builder.add(builder.mul(row, width), column)])
     return builder.bitcast(first, lanes.as_pointer()), array_type.dtype.bitwidth // 8
 
 
-def _below(builder, left):
+def _load_below(builder, left, pointer, align):
+    """Lanes that come before `left`, the others zero."""
+    lanes = pointer.type.pointee
+    inside = _below(builder, left, lanes.count)
+    kind = ir.FunctionType(lanes, [pointer.type, ir.IntType(32), inside.type, lanes])
+    masked = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{_suffix(lanes)}.p0")
+    return builder.call(masked, [pointer, ir.IntType(32)(align), inside, ir.Constant(lanes, None)])
+
+
+def _below(builder, left, count):
     """Which lanes come before `left`."""
-    long = ir.VectorType(left.type, LANES)
-    return builder.icmp_signed("<", ir.Constant(long, list(range(LANES))), _spread(builder, left, long))
+    long = ir.VectorType(left.type, count)
+    return builder.icmp_signed("<", ir.Constant(long, list(range(count))), _spread(builder, left, long))
 
 
 def _spread(builder, number, lanes):
     nothing = ir.Constant(lanes, ir.Undefined)
     one = builder.insert_element(nothing, number, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(ir.IntType(32), lanes.count), [0] * lanes.count))
 
 
 def _suffix(lanes) -> str:
-    return f"v{LANES}{'f32' if lanes.element == ir.FloatType() else 'f64'}"
+    return f"v{lanes.count}{_NAMES.get(str(lanes.element), lanes.element)}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...op.cpu import exact_part, part
-from ...op.lanes import intrinsic
+from ...op.lanes import LANES, cast, floor, intrinsic, load, magnitude, store, where
 
+BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
 FAR = 2.0**30
 
 
@@ -48,39 +49,45 @@ def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate):
 
 @exact_part
 def positions(points, b, p, m, d, size, taps, pad, align, x, slope):
-    """Where samples are on an axis of pixels, −16 for those that see none, and d position / d u."""
-    real = points.dtype.type
-    one, half, n, zero, nowhere, end = real(1), real(0.5), real(size), real(0), real(-16), real(np.inf)
+    """Where samples are on an axis of pixels, and d position / d u; the last lanes of both may be of nobody."""
+    xs, slopes = x.reshape(1, x.shape[0]), slope.reshape(1, x.shape[0])
     for i in range(m):
-        u = points[b, p + i, d]
-        x[i] = (u + one) * half * (n - one) if align else ((u + one) * n - one) * half
-        slope[i] = half * (n - one) if align else half * n
+        x[i] = points[b, p + i, d]
+    for i in range(0, m, LANES):
+        here, change = place(load(xs, 0, i, m), size, taps, pad, align)
+        store(here, xs, 0, i)
+        store(change, slopes, 0, i)
+
+
+@exact_part
+def place(u, size, taps, pad, align):
+    """Where coordinates are on an axis of pixels, −16 for those that see none, and d position / d u."""
+    nothing = where(u < u, u, 0)
+    n = nothing + size
+    x = (u + 1) * 0.5 * (n - 1) if align else ((u + 1) * n - 1) * 0.5
+    slope = (n - 1) * 0.5 if align else n * 0.5
     if pad == 2:
         low, span = (0.0, max(size - 1.0, 1.0)) if align else (-0.5, max(size + 0.0, 1.0))
-        for i in range(m):
-            # taps that are folded one by one are whole periods apart, exactly
-            a = abs(np.float64(x[i]) - low) if taps == 4 else np.float64(abs(x[i] - real(low)))
-            near = a < FAR
-            a = a if near else 0.0
-            flips = np.floor(a / span)
-            rest = a - flips * span  # exact: a multiple of the last digit of a
-            wrong = rest < 0.0
-            flips, rest = flips - 1.0 if wrong else flips, rest + span if wrong else rest
-            back = flips - 2.0 * np.floor(flips * 0.5) == 1.0
-            turned = back != (x[i] < real(low))
-            slope[i] = -slope[i] if turned else slope[i]
-            rest = span - rest if back else rest
-            x[i] = end if not near else real(rest + low) if taps == 4 else real(rest) + real(low)
+        # taps that are folded one by one are whole periods apart, exactly
+        a = magnitude(cast(x, np.float64) - low) if taps == 4 else cast(magnitude(x - low), np.float64)
+        near = a < FAR
+        a = where(near, a, 0)
+        flips = floor(a / span)
+        rest = a - flips * span  # exact: a multiple of the last digit of a
+        wrong = rest < 0
+        flips, rest = where(wrong, flips - 1, flips), where(wrong, rest + span, rest)
+        back = flips - floor(flips * 0.5) * 2 == 1
+        slope = where(back ^ (x < low), nothing - slope, slope)
+        rest = where(back, span - rest, rest)
+        x = where(near, cast(rest + low, u) if taps == 4 else cast(rest, u) + low, np.inf)
     if pad > 0:
-        floor, ceiling = (-one, n) if taps == 4 else (zero, n - one)
-        for i in range(m):
-            u = points[b, p + i, d]
-            live = abs(u) < end and (pad == 1 or x[i] < end)
-            flat = taps < 4 and not (x[i] > floor and x[i] < ceiling)
-            slope[i] = zero if flat else slope[i]
-            x[i] = min(max(x[i], floor), ceiling) if live else nowhere
-    for i in range(m):
-        x[i] = x[i] if x[i] >= real(-2) and x[i] <= n + one and size > 0 else nowhere
+        lowest, highest = (nothing - 1, n) if taps == 4 else (nothing, n - 1)
+        live = (magnitude(u) < np.inf) & (x < np.inf) if pad == 2 else magnitude(u) < np.inf
+        if taps < 4:
+            slope = where((x > lowest) & (x < highest), slope, 0)
+        x = where(x > lowest, x, lowest)
+        x = where(live, where(x < highest, x, highest), -16)
+    return where((x >= -2) & (x <= n + 1) & (n > 0), x, -16), slope
 
 
 @part

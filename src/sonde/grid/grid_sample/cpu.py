@@ -1,8 +1,8 @@
 """``grid_sample`` on CPUs: taps of a block of samples first, then all channels.
 
 Contiguous images are read plane by plane, with single loads (a machine's gathers are no faster where they had to be mended);
-channels-last images pixel by pixel, sixteen channels at a time. A gradient of the input belongs to one thread per image and
-block of channels, so that no bit depends on threads.
+channels-last images pixel by pixel, sixteen channels at a time. Bilinear samples of planes, and of a few channels, have kernels of
+their own. A gradient of the input belongs to one thread per image and block of channels, so that no bit depends on threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .._reference import joint_batch
-from ._cpu_few import FEW, FEW_BLOCK, few_dots, few_forward, few_scatter
-from ._cpu_taps import axis
+from ._cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
+from ._cpu_taps import BLOCK, axis
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 TAPS = (2, 1, 4)  # of each mode, along an axis
-BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
 
 
 def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
@@ -57,7 +56,8 @@ def backward(
         found.append(d_input.to(input.dtype))
         del d_input
     if needs[1]:
-        d_grid = torch.zeros((B, *points.shape[1:]), dtype=wide)
+        filled = something and _bilinear(input, mode)  # by the kernel
+        d_grid = (torch.empty if filled else torch.zeros)((B, *points.shape[1:]), dtype=wide)
         if something and mode != "nearest":
             run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, d_grid.numpy())
         if grid.shape[0] != B:
@@ -98,15 +98,15 @@ def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, C
     """How kernels see images, and which they are: for the value, for the gradient of the input and for that of the grid."""
     if _last(input):
         return _pixels, (pixels_forward, pixels_scatter, pixels_dots)
-    if _few(input, mode):
-        return _planes, (few_forward, few_scatter, few_dots)
+    if _bilinear(input, mode):
+        few = memory_format(input, True) != torch.contiguous_format
+        return _planes, (few_forward, bilinear_scatter, few_dots) if few else (bilinear_forward, bilinear_scatter, bilinear_dots)
     return _planes, (planes_forward, planes_scatter, planes_dots)
 
 
-def _few(input: Tensor, mode: str) -> bool:
-    """Whether all channels of a sample are done together, one by one."""
-    small = input.ndim == 4 and input.shape[1] <= FEW and prod(input.shape[2:]) < 2**31
-    return small and mode == "bilinear" and not _last(input)
+def _bilinear(input: Tensor, mode: str) -> bool:
+    """Whether lanes are samples: they find pixels by 32 bits, two at a time."""
+    return mode == "bilinear" and input.ndim == 4 and 2 <= prod(input.shape[2:]) < 2**31 and not _last(input)
 
 
 def _last(input: Tensor) -> bool:
@@ -146,7 +146,11 @@ def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
 def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:
     """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
     P, all_threads = points.shape[1], 8 * torch.get_num_threads()
-    block = FEW_BLOCK if _few(input, mode) else min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+    block = (
+        FEW_BLOCK
+        if _bilinear(input, mode) and input.shape[1] <= FEW
+        else min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+    )
     return B * -(-P // block), block
 
 
@@ -175,26 +179,12 @@ def planes_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad
         _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
         for c in range(C):  # plane by plane: it stays in the cache
             source, target = b // inputs * C * size + c * ic, b * C * P + c * oc + p * op
-            if K == 4:
+            for i in range(m):
+                out[target + i * op] = weight[0, i] * images[source + index[0, i] * ip] if index[0, i] >= 0 else zero
+            for k in range(1, K):
                 for i in range(m):
-                    j0, j1, j2, j3 = index[0, i], index[1, i], index[2, i], index[3, i]
-                    v = zero
-                    if j0 >= 0:
-                        v += weight[0, i] * images[source + j0 * ip]
-                    if j1 >= 0:
-                        v += weight[1, i] * images[source + j1 * ip]
-                    if j2 >= 0:
-                        v += weight[2, i] * images[source + j2 * ip]
-                    if j3 >= 0:
-                        v += weight[3, i] * images[source + j3 * ip]
-                    out[target + i * op] = v
-            else:
-                for i in range(m):
-                    out[target + i * op] = weight[0, i] * images[source + index[0, i] * ip] if index[0, i] >= 0 else zero
-                for k in range(1, K):
-                    for i in range(m):
-                        if index[k, i] >= 0:
-                            out[target + i * op] += weight[k, i] * images[source + index[k, i] * ip]
+                    if index[k, i] >= 0:
+                        out[target + i * op] += weight[k, i] * images[source + index[k, i] * ip]
 
 
 @jit
