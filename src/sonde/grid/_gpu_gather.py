@@ -240,8 +240,8 @@ def _rest(
             c = c0 + tl.arange(0, BLOCK_C)
             for corner in tl.static_range(TAPS**DIM):
                 total = tl.zeros([BLOCK_C], ACC)
-                for i in range(start, stop):
-                    q = i + tl.zeros([1], tl.int64)
+                for at in range(start, stop):
+                    q = at + tl.zeros([1], tl.int64)
                     row = tl.load(ids + q).to(tl.int64) * ROW
                     g = tl.load(grad + row + c, mask=c < C, other=0).to(ACC)
                     total += share(shares, q, q >= 0, corner, DIM, TAPS, ACC) * g

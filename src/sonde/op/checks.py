@@ -67,4 +67,6 @@ def by_position(function: Callable) -> Callable:
     known = inspect.signature(function).parameters.values()
     plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
     options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
+    if not options:
+        return function
     return lambda *args, impl="auto": function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)

@@ -202,7 +202,7 @@ def operator(
             kind, found = ctx.kind, ctx.saved_tensors
             args = (*grads, *found[:n], *kind.values, *found[n:])
             twice = torch.is_grad_enabled()  # someone may differentiate again
-            key = None if twice or _watched() else _kind((*grads, *found, ctx.needs_input_grad))
+            key = None if twice or _watched() else _layouts(grads, found, ctx.needs_input_grad)
             known = key and kind.backward.get(key)
             act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
             if known or ctx.settings is settings.current():
@@ -382,6 +382,16 @@ def _kind(args: Sequence) -> tuple | None:
     except (RuntimeError, TypeError):  # no strides or memory; nothing that a key could be made of
         return None
     return tuple(key)
+
+
+def _layouts(grads: Sequence, saved: Sequence, asked: Sequence[bool]) -> tuple | None:
+    """The same of backward passes of one kind: gradients have any strides, and so have tensors that hooks have put away."""
+    try:
+        if any(type(x) not in _TENSORS or x.is_neg() for x in grads):
+            return None
+        return asked, *[x if x is None else (x.stride(), x.dtype, x.data_ptr() & 15) for x in (*grads, *saved)]
+    except RuntimeError:
+        return None
 
 
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
