@@ -272,11 +272,11 @@ def operator(
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in wanted)
 
     def dispatched(*arguments):
-        *args, impl, deterministic = arguments
-        if _any_dual(arguments):  # kernels have no forward-mode derivative
+        *args, impl, deterministic = _resolved(arguments)
+        if _any_dual(args):  # kernels have no forward-mode derivative
             return reference(*args)
         if not recorded(args):
-            return _run(forward_op, forward, arguments)
+            return _run(forward_op, forward, (*args, impl, deterministic))
         kind = Kind(impl, deterministic, tuple(args[n:]), lambda *args: _run(forward_op, forward, (*args, impl, deterministic)))
         if not torch._C._are_functorch_transforms_active():
             return apply_eager(kind, *args[:n])
@@ -313,7 +313,7 @@ def operator(
             if kind is not None:
                 return apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
         check(*args)
-        impl = plan.choose(name, impl, args[0])
+        impl, args = plan.choose(name, impl, args[0]), _resolved(args)
         if plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
@@ -365,12 +365,15 @@ def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), determinist
 
 
 def _kind(args: Sequence) -> tuple | None:
-    """What decisions depend on in these arguments; None where that cannot be told, or where kernels would misread them."""
+    """What decisions depend on in these arguments; None where that cannot be told, or where kernels would misread them.
+
+    Such are tensors with the negative bit, whose memory has the opposite of what they are: :func:`_resolved`.
+    """
     key: list = []
     try:
         for a in args:
             if type(a) in _TENSORS:
-                if a.is_neg():  # its memory has the opposite
+                if a.is_neg():
                     return None
                 key += (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.requires_grad)
             elif isinstance(a, Tensor):
@@ -382,6 +385,10 @@ def _kind(args: Sequence) -> tuple | None:
     except (RuntimeError, TypeError):  # no strides or memory; nothing that a key could be made of
         return None
     return tuple(key)
+
+
+def _resolved(args: Sequence) -> tuple:
+    return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
 
 
 def _layouts(grads: Sequence, saved: Sequence, asked: Sequence[bool]) -> tuple | None:
