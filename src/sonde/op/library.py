@@ -107,10 +107,9 @@ def operator(
     def decided(impl: str, args: Sequence, needs: tuple = (), deterministic: bool = False) -> Callable:
         """What a pass over these arguments does: the backward pass if there are `needs`."""
         module = kernels(impl)
-        kind = _kind(args) if hasattr(module, "decide_forward") else None
-        if kind is None:
+        if not hasattr(module, "decide_forward") or not _plain(args):
             return decide(module, args, needs, deterministic)
-        key = impl, needs, deterministic, token(), kind
+        key = impl, needs, deterministic, token(), _kind(args)
         return decisions.get(key) or remember(decisions, key, decide(module, args, needs, deterministic))
 
     def forward(*arguments):
@@ -159,6 +158,7 @@ def operator(
     def save(ctx, kind: Kind, tensors: Sequence, output) -> None:
         ctx.kind = kind
         ctx.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
+        ctx.hooked = _hooks(False) is not None  # what is saved may come back in another layout
         if dropped:
             tensors = [None if i in dropped else x for i, x in enumerate(tensors)]
         if no_grad:
@@ -202,7 +202,7 @@ def operator(
             kind, found = ctx.kind, ctx.saved_tensors
             args = (*grads, *found[:n], *kind.values, *found[n:])
             twice = torch.is_grad_enabled()  # someone may differentiate again
-            key = None if twice or _watched() else _layouts(grads, found, ctx.needs_input_grad)
+            key = None if twice or _watched() else _layouts((*grads, *found) if ctx.hooked else grads, ctx.needs_input_grad)
             known = key and kind.backward.get(key)
             act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
             if known or ctx.settings is settings.current():
@@ -306,14 +306,17 @@ def operator(
                 return reference(*args)
             return forward_op(*args, impl, deterministic)
         deterministic = torch._C._get_deterministic_algorithms()
-        described = None if _watched() else _kind((*args, impl))
-        if described is not None:  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
-            key = deterministic, torch.is_grad_enabled(), token(), described
-            kind = kinds.get(key)
+        watched, key, kind = _watched(), None, None
+        if not watched:  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
+            try:
+                key = impl, deterministic, torch.is_grad_enabled(), token(), _kind(args)
+                kind = kinds.get(key)
+            except (RuntimeError, TypeError):  # no memory, no strides, no hash
+                watched = True
             if kind is not None:
                 return apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
         check(*args)
-        impl, args = plan.choose(name, impl, args[0]), _resolved(args)
+        impl, given, args = plan.choose(name, impl, args[0]), args, _resolved(args)
         if plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
@@ -321,7 +324,7 @@ def operator(
             return reference(*args)
         if torch._C._are_functorch_transforms_active():
             return Forward.apply(Kind(impl, deterministic, args[n:], forward), *args[:n])
-        if described is None:
+        if watched or not _plain(given):
             return dispatched(*args, impl, deterministic)
         kind = Kind(impl, deterministic, args[n:], decided(impl, args), recorded(args))
         out = apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
@@ -364,46 +367,51 @@ def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), determinist
     return partial(kernels.backward, **how) if needs else kernels.forward
 
 
-def _kind(args: Sequence) -> tuple | None:
-    """What decisions depend on in these arguments; None where that cannot be told, or where kernels would misread them.
+def _kind(args: Sequence) -> tuple:
+    """What decisions depend on in these arguments; a key for them if they are :func:`_plain`."""
+    return tuple([
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
+        if type(x) in _TENSORS else (type(x), x)
+        for x in args
+    ])  # fmt: skip
 
-    Such are tensors with the negative bit, whose memory has the opposite of what they are: :func:`_resolved`.
-    """
-    key: list = []
+
+def _plain(args: Sequence) -> bool:
+    """Whether tensors are memory and strides, not something else that looks like it, and everything else can be part of a key."""
     try:
-        for a in args:
-            if type(a) in _TENSORS:
-                if a.is_neg():
-                    return None
-                key += (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.requires_grad)
-            elif isinstance(a, Tensor):
-                return None
+        for x in args:
+            if type(x) in _TENSORS:
+                x.data_ptr(), x.stride()
+            elif isinstance(x, Tensor):
+                return False
             else:
-                a = tuple(a) if type(a) is list else a
-                hash(a)
-                key += (type(a), a)
-    except (RuntimeError, TypeError):  # no strides or memory; nothing that a key could be made of
-        return None
-    return tuple(key)
+                hash(x)
+    except (RuntimeError, TypeError):
+        return False
+    return not any(isinstance(x, Tensor) and x.is_neg() for x in args)  # its memory has the opposite
 
 
 def _resolved(args: Sequence) -> tuple:
     return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
 
 
-def _layouts(grads: Sequence, saved: Sequence, asked: Sequence[bool]) -> tuple | None:
-    """The same of backward passes of one kind: gradients have any strides, and so have tensors that hooks have put away."""
+def _layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
+    """What is left for backward passes of one kind of call to depend on; None where that cannot be told."""
+    key: list = [asked]
     try:
-        if any(type(x) not in _TENSORS or x.is_neg() for x in grads):
-            return None
-        return asked, *[x if x is None else (x.stride(), x.dtype, x.data_ptr() & 15) for x in (*grads, *saved)]
-    except RuntimeError:
+        for x in tensors:
+            if type(x) in _TENSORS and not x.is_neg():
+                key += (x.stride(), x.dtype, x.data_ptr() & 15)
+            elif x is not None:
+                return None
+    except RuntimeError:  # no strides, no memory
         return None
+    return tuple(key)
 
 
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
     """Call what `op` would dispatch to below autograd: directly where nobody is watching."""
-    if not _watched() and _kind(args) is not None:
+    if not _watched() and _plain(args):
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
@@ -411,13 +419,13 @@ def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
 
 def _watched() -> bool:
     """Whether somebody could tell a call of an operator from a call of its function: a mode, a transform, a profiler, a plan."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-        or forward_ad._current_level >= 0
-        or plan.recording()
-    )
+    return _modes() > 0 or _transforms() or _profiled() or forward_ad._current_level >= 0 or plan.recording()
+
+
+_modes, _transforms, _profiled, _hooks = (
+    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
+    torch._C._autograd._top_saved_tensors_default_hooks,
+)  # fmt: skip
 
 
 _nothing = nullcontext()
