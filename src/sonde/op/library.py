@@ -204,12 +204,9 @@ def operator(
             twice = torch.is_grad_enabled()  # someone may differentiate again
             key = None if twice or _watched() else _layouts((*grads, *found) if ctx.hooked else grads, ctx.needs_input_grad)
             known = key and kind.backward.get(key)
-            act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
-            if known or ctx.settings is settings.current():
+            with _nothing if known or ctx.settings is settings.current() else settings.use(ctx.settings):
+                act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
                 grads = _launch(act, args)
-            else:
-                with settings.use(ctx.settings):
-                    grads = _launch(act, args)
             for i, grad in zip(places, grads, strict=True):
                 out[i] = grad
             if key and not known:
