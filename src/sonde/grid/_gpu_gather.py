@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..op.gpu import accumulator, cdiv, launch, power_of_2, vector_of
-from ._gpu_axes import along, coordinate, weight
+from ._gpu_axes import along, coordinate
 
 PIECE = 64
 BLOCK = 512  # samples per program where one thread serves one sample
@@ -85,8 +85,9 @@ def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
     bounds = torch.zeros(2, n.cells, dtype=torch.int32, device=grad.device)
     launch(_lists, (grid, ordered, order, ids, shares, bounds), per_sample, sizes, how, 4)
     del order
-    block_c = min(64, power_of_2(n.C))
-    block_p = 512 // block_c
+    tile = 2048 // n.wide.itemsize  # numbers of a warp
+    block_c = min(128, power_of_2(n.C), tile // n.corners)
+    block_p = max(1, tile // (block_c * n.corners))
     vector = vector_of(16 // grad.element_size(), n.C, n.row, n.stride)
     of_row = (n.dim, n.taps, accumulator(n.wide), PIECE, vector)
     sums = new(cdiv(N, PIECE), n.corners, n.C, dtype=n.wide)
@@ -94,7 +95,7 @@ def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
     pixels = n.images * n.Z * n.H * n.W
     grid_ = (cdiv(pixels, block_p), cdiv(n.C, block_c), 1)
     sizes = (n.Z, n.H, n.W, pixels, n.C, n.row, n.stride, n.cells)
-    launch(_gather, (grad, ids, shares, bounds, sums, out), grid_, sizes, (*of_row, block_p, block_c), 4)
+    launch(_gather, (grad, ids, shares, bounds, sums, out), grid_, sizes, (*of_row, block_p, block_c), 1)
 
 
 @triton.jit
@@ -195,15 +196,13 @@ def _lists(
 
 
 @triton.jit
-def share(shares, q, here, corner: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
+def share(shares, q, here, corner, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
     """What the pixel at this corner has of the sorted sample `q`."""
     w = tl.full(q.shape, 1, ACC)
     if TAPS > 1:
-        at = shares + q.to(tl.int64) * DIM
-        if DIM == 3:
-            w = weight(tl.load(at + 2, mask=here, other=0), corner // (TAPS * TAPS), TAPS)
-        w = w * weight(tl.load(at + 1, mask=here, other=0), corner // TAPS % TAPS, TAPS)
-        w = w * weight(tl.load(at, mask=here, other=0), corner % TAPS, TAPS)
+        for d in tl.static_range(DIM):
+            t = tl.load(shares + q.to(tl.int64) * DIM + (DIM - 1 - d), mask=here, other=0)
+            w *= tl.where((corner >> (DIM - 1 - d)) % 2 == 0, 1 - t, t)
     return w
 
 
@@ -244,7 +243,7 @@ def _rest(
                     q = at + tl.zeros([1], tl.int64)
                     row = tl.load(ids + q).to(tl.int64) * ROW
                     g = tl.load(grad + row + c, mask=c < C, other=0).to(ACC)
-                    total += share(shares, q, q >= 0, corner, DIM, TAPS, ACC) * g
+                    total += share(shares, q, q >= 0, corner + tl.zeros([1], tl.int32), DIM, TAPS, ACC) * g
                 tl.store(sums + (slot * TAPS**DIM + corner) * C + c, total, mask=c < C)
 
 
@@ -272,36 +271,34 @@ def _gather(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """All corners' cells at the same time: their samples are far apart in memory, and each waits for its own."""
     CORNERS: tl.constexpr = TAPS**DIM
     MORE: tl.constexpr = TAPS - 1
     C, ROW, STRIDE = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR, STRIDE // VECTOR * VECTOR
-    pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    start = tl.program_id(0).to(tl.int64) * BLOCK_P
+    each = tl.arange(0, BLOCK_P * CORNERS)[:, None]
+    pixel, corner = start + each // CORNERS, each % CORNERS
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     in_p, in_c = pixel < PIXELS, c < C
     x, y, b = pixel % W, pixel // W % H, pixel // W // H
-    z, b = b % Z, b // Z
-    firsts = ()
-    counts = ()
-    for corner in tl.static_range(CORNERS):
-        # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
-        cell = b
-        if DIM == 3:
-            cell = b * (Z + MORE) + z - corner // (TAPS * TAPS) + MORE
-        cell = (cell * (H + MORE) + y - corner // TAPS % TAPS + MORE) * (W + MORE) + x - corner % TAPS + MORE
-        first = tl.load(bounds + cell, mask=in_p, other=0)
-        firsts = firsts + (first,)
-        counts = counts + (tl.load(bounds + CELLS + cell, mask=in_p, other=0) - first,)
-    total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
-    for corner in tl.static_range(CORNERS):
-        first, count = firsts[corner], counts[corner]
-        near = tl.minimum(count, PIECE)
-        for i in range(tl.max(near)):
-            here = i < near
-            row = tl.load(ids + first + i, mask=here, other=0).to(tl.int64) * ROW
-            g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
-            total += share(shares, first + i, here, corner, DIM, TAPS, ACC) * g
-        pieces = (count - 1) // PIECE  # behind the first
-        for j in range(1, tl.max(pieces) + 1):
-            slot = (first.to(tl.int64) + j * PIECE) // PIECE
-            total += tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(j <= pieces) & in_c, other=0)
-    tl.store(out + pixel * STRIDE + c, total.to(out.dtype.element_ty), mask=in_p & in_c)
+    cell, b = b, b // Z
+    if DIM == 3:  # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
+        cell = b * (Z + MORE) + cell % Z - corner // (TAPS * TAPS) + MORE
+    cell = (cell * (H + MORE) + y - corner // TAPS % TAPS + MORE) * (W + MORE) + x - corner % TAPS + MORE
+    first = tl.load(bounds + cell, mask=in_p, other=0)
+    count = tl.load(bounds + CELLS + cell, mask=in_p, other=0) - first
+    total = tl.zeros([BLOCK_P * CORNERS, BLOCK_C], ACC)
+    near = tl.minimum(count, PIECE)
+    for i in range(tl.max(near)):
+        here = i < near
+        row = tl.load(ids + first + i, mask=here, other=0).to(tl.int64) * ROW
+        g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
+        total += share(shares, first + i, here, corner, DIM, TAPS, ACC) * g
+    pieces = (count - 1) // PIECE  # behind the first
+    for j in range(1, tl.max(pieces) + 1):
+        slot = (first.to(tl.int64) + j * PIECE) // PIECE
+        total += tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(j <= pieces) & in_c, other=0)
+    if CORNERS > 1:
+        total = tl.sum(tl.reshape(total, [BLOCK_P, CORNERS, BLOCK_C]), 1)
+    pixel = start + tl.arange(0, BLOCK_P)[:, None]
+    tl.store(out + pixel * STRIDE + c, total.to(out.dtype.element_ty), mask=(pixel < PIXELS) & in_c)
