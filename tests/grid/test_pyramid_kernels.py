@@ -37,6 +37,21 @@ def expected(operator: Operator, args) -> list:
     return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.float()])[0].double())]
 
 
+@pytest.mark.parametrize("path", OPERATORS)
+def test_graphs_are_decided_once(path, triton_target, monkeypatch):
+    """The dispatcher hands the levels over as a list; calls from a graph are calls of one kind nevertheless."""
+    operator = Operator.find(path)
+    gpu, decided = operator.kernels("triton"), []
+    for phase in ("decide_forward", "decide_backward"):
+        real = getattr(gpu, phase)
+        monkeypatch.setattr(gpu, phase, lambda *args, real=real, **how: decided.append(real.__name__) or real(*args, **how))
+    args = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
+    for _ in range(3):
+        out = operator.op.forward_op(*args, "triton", False)
+        operator.op.backward_op(torch.ones_like(out), *args, [True] * 3, "triton", False)
+    assert decided == ["decide_forward", "decide_backward"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OPERATORS)
 @pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])

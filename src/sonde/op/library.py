@@ -113,12 +113,12 @@ def operator(
         return decisions.get(key) or remember(decisions, key, decide(module, args, needs, deterministic))
 
     def forward(*arguments):
-        *args, impl, _deterministic = arguments
+        *args, impl, _deterministic = _frozen(arguments)
         return _launch(decided(impl, args), args)
 
     def backward(*arguments):
-        *args, needs, impl, deterministic = arguments
-        found = iter(_launch(decided(impl, args, tuple(needs), deterministic), args))
+        *args, needs, impl, deterministic = _frozen(arguments)
+        found = iter(_launch(decided(impl, args, needs, deterministic), args))
         out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
 
@@ -376,16 +376,15 @@ def _kind(args: Sequence) -> tuple:
 def _plain(args: Sequence) -> bool:
     """Whether tensors are memory and strides, not something else that looks like it, and everything else can be part of a key."""
     try:
-        for x in args:
-            if type(x) in _TENSORS:
-                x.data_ptr(), x.stride()
-            elif isinstance(x, Tensor):
-                return False
-            else:
-                hash(x)
+        hash(_kind(args))
     except (RuntimeError, TypeError):
         return False
-    return not any(isinstance(x, Tensor) and x.is_neg() for x in args)  # its memory has the opposite
+    return not any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
+
+
+def _frozen(args: Sequence) -> tuple:
+    """The dispatcher hands over lists, of which no key can be made."""
+    return tuple([tuple(x) if type(x) is list else x for x in args])
 
 
 def _resolved(args: Sequence) -> tuple:
