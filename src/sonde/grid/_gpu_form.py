@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import jit
 from ..op.dtypes import accumulator
+from ..op.gpu import outline, room
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
@@ -35,8 +36,7 @@ Layout = Literal["pixels", "planes", "padded"]  # channels next to each other; a
 class Result(NamedTuple):
     name: str
     place: int  # among the tensors of a pass
-    like: int  # and that of an operand
-    room: Callable[[Tensor], Tensor]  # for it, given that operand
+    room: Callable[[], Tensor]  # for it
     dtype: torch.dtype  # that it is written in
 
 
@@ -104,12 +104,11 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     for want in wants:
         i = OPERANDS.index(want)
         if want == "images":
-            results.append(Result(want, 5, 0, _sums(images, d_layout, wide, by_segments), wide))
-        elif T[i] is not None:
-            results.append(Result(want, 5 + i, i, torch.empty_like, T[i].dtype))  # type: ignore[union-attr]
+            results.append(Result(want, 5, _sums(images, d_layout, wide, by_segments), wide))
         else:
-            assert dtype is not None
-            results.append(Result(want, 5 + i, 0, partial(_empty, shapes[i], dtype), dtype))
+            of = dtype if T[i] is None else T[i].dtype  # type: ignore[union-attr]
+            assert of is not None
+            results.append(Result(want, 5 + i, room(outline(shapes[i]), of, images.device), of))
     turn = into_pixels(images.shape, images.dtype) if layout == "padded" else None
     summed = "images" in wants
     back = into_planes(images.shape, wide, images.dtype) if summed and d_layout == "padded" else None
@@ -125,9 +124,9 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
         T[i] = T[i].contiguous()
     if this.turn is not None:
         T[0] = turned(this.turn, T[0])
-    T += (None,) * 6  # room for the derivatives
-    for _, i, like, room, _ in this.results:
-        T[i] = room(images if like == 0 else T[like])
+    T += (None,) * 6  # for the derivatives, and for nothing
+    for _, i, new, _ in this.results:
+        T[i] = new()
     if this.unread:
         T[9].zero_()
     for step in this.steps:
@@ -146,18 +145,15 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     return [T[result.place] for result in this.results]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, images: Tensor) -> Tensor:
-    return images.new_empty(shape, dtype=dtype)
-
-
-def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) -> Callable[[Tensor], Tensor]:
+def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) -> Callable[[], Tensor]:
     """Makes room for the gradient of the images; segments will write every element, atomics add."""
+    if layout == "padded" and by_segments:
+        return partial(empty_pixels, images.shape, wide, images.device)
     if layout == "padded":
-        if by_segments:
-            return lambda images: empty_pixels(images.shape, wide, images.device)
-        room = pixels_room(images.shape, wide)
-        return lambda images: images.new_zeros(room, dtype=wide)
-    return partial(torch.empty_like if by_segments else torch.zeros_like, dtype=wide, memory_format=memory_format(images, True))
+        new = room(outline([pixels_room(images.shape, wide)]), wide, images.device)
+    else:
+        new = room(outline(images.shape, memory_format=memory_format(images, True)), wide, images.device)
+    return new if by_segments else lambda: new().zero_()
 
 
 def plan(

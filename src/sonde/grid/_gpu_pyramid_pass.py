@@ -17,6 +17,7 @@ from .. import jit
 from ..jit.kernel import Tunable
 from ..op.cache import remember
 from ..op.dtypes import accumulator
+from ..op.gpu import outline, room
 from ..op.plan import Determinism, Kernel
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
 from ._gpu_pyramid_segments import Problem as Segments
@@ -42,6 +43,7 @@ class Forward(NamedTuple):
     told: list[Tensor]  # what kernels read of the levels, once it is there for good
     copies: tuple[int, ...]  # operands that are made contiguous
     shape: tuple[int, ...]
+    room: Callable[[], Tensor]  # for the result
     parts: tuple[int, ...] | None  # of the sums that are added up afterwards
     wide: torch.dtype
     steps: tuple[jit.Step, ...]
@@ -51,7 +53,7 @@ class Backward(NamedTuple):
     levels: Levels
     told: list[Tensor]
     copies: tuple[int, ...]  # the result's gradient being the last
-    needs: tuple[bool, ...]
+    rooms: tuple[Callable[[], Tensor] | None, ...]  # for the gradients of features (zeros), locations and weights
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
     step: jit.Step | None
     segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
@@ -116,7 +118,7 @@ def _levels(features: Tensor, starts: Tensor | None, levels: tuple[int, ...]) ->
 
 def _forward(this: Forward, *args: Any) -> Tensor:
     features, shapes, starts, locations, weights = _copied(args[:5], this.copies)
-    out = features.new_empty(this.shape)
+    out = this.room()
     sums = None if this.parts is None else features.new_empty(this.parts, dtype=this.wide)
     tensors = (features, *(this.told or _tables(this, features, shapes, starts)), locations, weights, out, sums)
     for step in this.steps:
@@ -138,22 +140,17 @@ def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], fla
     steps = [jit.Step(op.value, problem, [0, 1, 2, 3, 4, 5 if slices == 1 else 6])]
     if slices > 1:
         steps.append(jit.Step(op.total, problem, [6, 5]))  # type: ignore[arg-type]
-    return Forward(known, [], tuple(copies), shape, (*shape[:2], slices, shape[2]) if slices > 1 else None, wide, tuple(steps))
+    new, parts = room(outline(shape), features.dtype, features.device), (*shape[:2], slices, shape[2]) if slices > 1 else None
+    return Forward(known, [], tuple(copies), shape, new, parts, wide, tuple(steps))
 
 
 def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
     dtype, size = args[0].dtype, args[0].shape
     features, shapes, starts, locations, weights, grad = _copied((*args[:5], grad), this.copies)
     tables = this.told or _tables(this, features, shapes, starts)
-    found: list[Any] = [None, None, None, None]  # for a step, the last is None
-    if this.needs[1]:
-        found[1] = torch.empty_like(locations)
-    if this.needs[2]:
-        found[2] = torch.empty_like(weights)
+    found: list[Any] = [new and new() for new in this.rooms]
     if this.step is not None:
-        if 0 in this.wants:
-            found[0] = torch.zeros(size, dtype=this.wide, device=grad.device)
-        this.step((grad, features, *tables, locations, weights, *found))
+        this.step((grad, features, *tables, locations, weights, *found, None))
     del features  # a copy is read no more: make room
     if this.segments is not None:
         if this.soft:
@@ -182,7 +179,10 @@ def prepare_backward(
         step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
-    return Backward(known, [], tuple(copies), needs, wants, step, segments, by_segments and op.soft and flag, wide)
+    new = room(outline(features.shape), wide, features.device)
+    others = [room(outline(t.shape), t.dtype, t.device) for t in (locations, weights)]
+    rooms = tuple(make if i in wants else None for i, make in enumerate((lambda: new().zero_(), *others)))
+    return Backward(known, [], tuple(copies), rooms, wants, step, segments, by_segments and op.soft and flag, wide)
 
 
 def plan(

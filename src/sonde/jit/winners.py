@@ -28,7 +28,8 @@ def state() -> tuple:
 
 def token() -> Any:
     """The same for keys that are asked for with every call: hashing a policy is a function call of Python's."""
-    return _version if type(settings.current().policy) is PickAny else state()
+    now = settings.current()
+    return _version if type(now.policy) is PickAny else (now, *state())
 
 
 def forget() -> None:

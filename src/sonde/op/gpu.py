@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -59,6 +61,21 @@ def launch(
 ) -> None:  # fmt: skip
     """Bind and start."""
     bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps, fp_fusion=fp_fusion))(*tensors)
+
+
+def room(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes uninitialised tensors of this shape and these strides, in half the time of ``torch.empty``.
+
+    The device is the current one of its type.
+    """
+    size, strides = tuple(outline.shape), tuple(outline.stride())
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # what compiled graphs call
+    return partial(make, size, strides, dtype) if make else partial(torch.empty_strided, size, strides, dtype=dtype, device=device)
+
+
+def outline(shape: Sequence[int], **how: Any) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, device="meta", **how)
 
 
 def accumulator(dtype: torch.dtype):

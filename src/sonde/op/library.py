@@ -18,25 +18,14 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from ..jit import settings, token
-from . import plan
+from . import kinds, plan
 from .cache import remember
+from .kinds import Kind, circumstances, forget, frozen, key_of, layouts, placed, plain, resolved, watched
+
+__all__ = ["decide", "forget", "memory_format", "operator"]
 
 NAMESPACE = "sonde"
 KERNELS = {"triton": "gpu", "numba": "cpu"}
-_TENSORS = {Tensor, torch.nn.Parameter}
-_remembered: list[dict] = []
-
-
-class Kind:
-    """What calls of one kind do: decided at the first of them, done by all."""
-
-    __slots__ = ("backward", "deterministic", "forward", "impl", "recorded", "values")
-
-    def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
-        self.impl, self.deterministic, self.values = impl, deterministic, values
-        self.forward = forward  # takes the operator's arguments
-        self.recorded = recorded  # somebody may ask for gradients
-        self.backward: dict[tuple, tuple] = {}  # by kind of gradients: what takes those, and where its results belong
 
 
 def operator(
@@ -100,25 +89,28 @@ def operator(
     def kernels(impl: str):
         return import_module(f"{package}.{KERNELS[impl]}")
 
-    decisions: dict[tuple, Callable] = {}
-    kinds: dict[tuple, Kind] = {}
-    _remembered.extend([decisions, kinds])
+    decisions: dict[tuple, Callable] = kinds.new()
+    known: dict[tuple, Kind] = kinds.new()
 
-    def decided(impl: str, args: Sequence, needs: tuple = (), deterministic: bool = False) -> Callable:
+    def decided(impl: str, args: Sequence, deterministic: bool, needs: tuple = ()) -> Callable:
         """What a pass over these arguments does: the backward pass if there are `needs`."""
+
+        def anew() -> Callable:
+            return placed(decide(module, args, needs, deterministic), args[0].device, deterministic)
+
         module = kernels(impl)
-        if not hasattr(module, "decide_forward") or not _plain(args):
-            return decide(module, args, needs, deterministic)
-        key = impl, needs, deterministic, token(), _kind(args)
-        return decisions.get(key) or remember(decisions, key, decide(module, args, needs, deterministic))
+        if not hasattr(module, "decide_forward") or not plain(args):
+            return anew()
+        key = impl, needs, deterministic, token(), key_of(args)
+        return decisions.get(key) or remember(decisions, key, anew())
 
     def forward(*arguments):
-        *args, impl, _deterministic = _frozen(arguments)
-        return _launch(decided(impl, args), args)
+        *args, impl, deterministic = frozen(arguments)
+        return decided(impl, args, deterministic)(*args)
 
     def backward(*arguments):
-        *args, needs, impl, deterministic = _frozen(arguments)
-        found = iter(_launch(decided(impl, args, needs, deterministic), args))
+        *args, needs, impl, deterministic = frozen(arguments)
+        found = iter(decided(impl, args, deterministic, needs)(*args))
         out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
 
@@ -157,8 +149,6 @@ def operator(
 
     def save(ctx, kind: Kind, tensors: Sequence, output) -> None:
         ctx.kind = kind
-        ctx.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
-        ctx.hooked = _hooks(False) is not None  # what is saved may come back in another layout
         if dropped:
             tensors = [None if i in dropped else x for i, x in enumerate(tensors)]
         if no_grad:
@@ -167,18 +157,42 @@ def operator(
         kept = [_tuple(output)[i] for i in saved] if saved else ()
         ctx.save_for_backward(*tensors, *kept)
 
-    def gradients(kind: Kind, args: tuple, asked: Sequence[bool], key: tuple | None, twice: bool) -> tuple[Callable, list[int]]:
-        """What takes arguments of the backward pass to the gradients that are asked for, and where these belong."""
+    def gradients(ctx, *grads):
+        """Of one call, for whoever asks."""
+        kind, found, asked = ctx.kind, ctx.saved_tensors, ctx.needs_input_grad
+        if no_grad:
+            grads = tuple([grads[i] for i in graded])
+        if grads[0] is None:  # what was computed of the result does not depend on it
+            return (None,) * (1 + n)
+        args = (*grads, *found[:n], *kind.values, *found[n:]) if saved else (*grads, *found, *kind.values)
+        twice = torch.is_grad_enabled()  # someone may differentiate again
+        key = None if twice or watched() else layouts((*grads, *found) if kind.hooked else grads, asked)
+        act = kind.backward.get(key)
+        if act is not None:
+            return act(*args)
         needs = tuple([asked[1 + i] for i in wanted])
+        with settings.use(kind.settings):
+            if key is None:
+                out = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
+                return spread(lambda: [grad for grad, need in zip(out, needs) if need], needs)()
+            act = spread(decided(kind.impl, args, kind.deterministic, needs), needs)
+            out = act(*args)
+        remember(kind.backward, key, act)
+        return out
+
+    def spread(run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:
+        """The gradients that `run` finds, each in the place of its argument of the ``autograd.Function``; the kind is the first."""
         places = [1 + i for i, need in zip(wanted, needs) if need]
-        if key:
-            return decided(kind.impl, args, needs, kind.deterministic), places
+        if places == list(range(1, 1 + n)):
+            return lambda *args: (None, *run(*args))
 
         def act(*args):
-            found = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
-            return [grad for grad, need in zip(found, needs) if need]
+            out: list = [None] * (1 + n)
+            for i, grad in zip(places, run(*args), strict=True):
+                out[i] = grad
+            return tuple(out)
 
-        return act, places
+        return act
 
     class Forward(torch.autograd.Function):
         """Where torch.func is at work."""
@@ -192,26 +206,7 @@ def operator(
             kind, *tensors = inputs
             save(ctx, kind, tensors, output)
 
-        @staticmethod
-        def backward(ctx, *grads):
-            if no_grad:
-                grads = tuple([grads[i] for i in graded])
-            out: list = [None] * (1 + n)
-            if grads[0] is None:  # what was computed of the result does not depend on it
-                return tuple(out)
-            kind, found = ctx.kind, ctx.saved_tensors
-            args = (*grads, *found[:n], *kind.values, *found[n:])
-            twice = torch.is_grad_enabled()  # someone may differentiate again
-            key = None if twice or _watched() else _layouts((*grads, *found) if ctx.hooked else grads, ctx.needs_input_grad)
-            known = key and kind.backward.get(key)
-            with _nothing if known or ctx.settings is settings.current() else settings.use(ctx.settings):
-                act, places = known or gradients(kind, args, ctx.needs_input_grad, key, twice)
-                grads = _launch(act, args)
-            for i, grad in zip(places, grads, strict=True):
-                out[i] = grad
-            if key and not known:
-                remember(kind.backward, key, (act, places))
-            return tuple(out)
+        backward = staticmethod(gradients)
 
         @staticmethod
         def vmap(info, in_dims, kind, *tensors):
@@ -252,11 +247,11 @@ def operator(
 
         @staticmethod
         def forward(ctx, kind, *tensors):
-            output = _launch(kind.forward, (*tensors, *kind.values))
+            output = kind.forward(*tensors, *kind.values)
             save(ctx, kind, tensors, output)
             return output
 
-        backward = Forward.backward
+        backward = staticmethod(gradients)
 
     Forward.__name__, Backward.__name__, Eager.__name__ = name, f"{name}_backward", name
     # without binding a signature, which costs as much as a launch
@@ -269,7 +264,7 @@ def operator(
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in wanted)
 
     def dispatched(*arguments):
-        *args, impl, deterministic = _resolved(arguments)
+        *args, impl, deterministic = resolved(arguments)
         if _any_dual(args):  # kernels have no forward-mode derivative
             return reference(*args)
         if not recorded(args):
@@ -302,18 +297,18 @@ def operator(
             if impl == "reference" or forward_ad._current_level >= 0:
                 return reference(*args)
             return forward_op(*args, impl, deterministic)
-        deterministic = torch._C._get_deterministic_algorithms()
-        watched, key, kind = _watched(), None, None
-        if not watched:  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
+        key = None
+        if not watched():  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
             try:
-                key = impl, deterministic, torch.is_grad_enabled(), token(), _kind(args)
-                kind = kinds.get(key)
+                key = impl, circumstances(), key_of(args)
+                kind = known.get(key)
             except (RuntimeError, TypeError):  # no memory, no strides, no hash
-                watched = True
+                key = kind = None
             if kind is not None:
-                return apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
+                return apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
         check(*args)
-        impl, given, args = plan.choose(name, impl, args[0]), args, _resolved(args)
+        deterministic = torch._C._get_deterministic_algorithms()
+        impl, given, args = plan.choose(name, impl, args[0]), args, resolved(args)
         if plan.recording():
             plan.record(name, impl, None if impl == "reference" else kernels(impl), args, wanted, deterministic)
             return fake(*args)
@@ -321,11 +316,11 @@ def operator(
             return reference(*args)
         if torch._C._are_functorch_transforms_active():
             return Forward.apply(Kind(impl, deterministic, args[n:], forward), *args[:n])
-        if watched or not _plain(given):
+        if key is None or not plain(given):
             return dispatched(*args, impl, deterministic)
-        kind = Kind(impl, deterministic, args[n:], decided(impl, args), recorded(args))
-        out = apply_eager(kind, *args[:n]) if kind.recorded else _launch(kind.forward, args)
-        remember(kinds, key, kind)
+        kind = Kind(impl, deterministic, args[n:], decided(impl, args, deterministic), recorded(args))
+        out = apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
+        remember(known, key, kind)
         return out
 
     call.forward_op, call.backward_op, call.reference = forward_op, backward_op, reference  # type: ignore[attr-defined]
@@ -350,12 +345,6 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> torch._op
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def forget() -> None:
-    """Decide anew: for tests, which change what decisions depend on."""
-    for known in _remembered:
-        known.clear()
-
-
 def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable:
     """What a pass of these kernels does to such arguments: the backward pass if there are `needs`."""
     how = dict(needs=needs, deterministic=deterministic)
@@ -364,82 +353,12 @@ def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), determinist
     return partial(kernels.backward, **how) if needs else kernels.forward
 
 
-def _kind(args: Sequence) -> tuple:
-    """What decisions depend on in these arguments; a key for them if they are :func:`_plain`."""
-    return tuple([
-        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
-        if type(x) in _TENSORS else (type(x), x)
-        for x in args
-    ])  # fmt: skip
-
-
-def _plain(args: Sequence) -> bool:
-    """Whether tensors are memory and strides, not something else that looks like it, and everything else can be part of a key."""
-    try:
-        hash(_kind(args))
-    except (RuntimeError, TypeError):
-        return False
-    return not any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
-
-
-def _frozen(args: Sequence) -> tuple:
-    """The dispatcher hands over lists, of which no key can be made."""
-    return tuple([tuple(x) if type(x) is list else x for x in args])
-
-
-def _resolved(args: Sequence) -> tuple:
-    return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
-
-
-def _layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
-    """What is left for backward passes of one kind of call to depend on; None where that cannot be told."""
-    key: list = [asked]
-    try:
-        for x in tensors:
-            if type(x) in _TENSORS and not x.is_neg():
-                key += (x.stride(), x.dtype, x.data_ptr() & 15)
-            elif x is not None:
-                return None
-    except RuntimeError:  # no strides, no memory
-        return None
-    return tuple(key)
-
-
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
     """Call what `op` would dispatch to below autograd: directly where nobody is watching."""
-    if not _watched() and _plain(args):
+    if not watched() and plain(args):
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
-
-
-def _watched() -> bool:
-    """Whether somebody could tell a call of an operator from a call of its function: a mode, a transform, a profiler, a plan."""
-    return _modes() > 0 or _transforms() or _profiled() or forward_ad._current_level >= 0 or plan.recording()
-
-
-_modes, _transforms, _profiled, _hooks = (
-    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
-    torch._C._autograd._top_saved_tensors_default_hooks,
-)  # fmt: skip
-
-
-_nothing = nullcontext()
-
-
-def _launch(function: Callable, args: Sequence) -> Any:
-    """On the tensors' device, whichever is current; in the deterministic mode, without filling what kernels will write."""
-    first = args[0]
-    elsewhere = first.is_cuda and first.get_device() != torch._C._cuda_getDevice()
-    if not elsewhere and not torch._C._get_deterministic_algorithms():
-        return function(*args)
-    filled = torch._C._get_deterministic_fill_uninitialized_memory()
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
-    try:
-        with torch.cuda.device(first.device) if elsewhere else _nothing:
-            return function(*args)
-    finally:
-        torch._C._set_deterministic_fill_uninitialized_memory(filled)
 
 
 def _any_dual(args: Sequence[Any]) -> bool:
@@ -449,7 +368,7 @@ def _any_dual(args: Sequence[Any]) -> bool:
 
 def _one_level():
     """Where torch.func calls us through the dispatcher, it has one of its levels in hand and wants that one recorded."""
-    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else _nothing
+    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def _tuple(out) -> tuple:

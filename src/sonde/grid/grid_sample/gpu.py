@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import jit
 from ...op.dtypes import accumulator
+from ...op.gpu import outline, room
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_gather as gathers
@@ -31,8 +32,8 @@ class Forward(NamedTuple):
 
     copy_grid: bool
     turn: jit.Step | None  # by way of pixels: vectors instead of single numbers are worth a transpose
-    shape: tuple[int, ...]
-    layout: torch.memory_format
+    out: Tensor  # without its memory
+    room: Callable[[], Tensor]  # for it
     step: jit.Step
 
 
@@ -51,6 +52,8 @@ class Backward(NamedTuple):
     repeated: bool  # a grid that serves many inputs has the sum of their gradients
     zeros: bool  # of the grid: known without a kernel
     wide: torch.dtype
+    of_input: Callable[[], Tensor]  # zeros to add to
+    of_grid: Callable[[], Tensor]  # room for its gradient
 
 
 def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Callable[..., Tensor]:
@@ -58,7 +61,7 @@ def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, al
 
 
 def _forward(this: Forward, input: Tensor, grid: Tensor, *_options: Any) -> Tensor:
-    out = torch.empty(this.shape, dtype=input.dtype, device=input.device, memory_format=this.layout)
+    out = this.room()
     source = input if this.turn is None else turned(this.turn, input)
     this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
     return out
@@ -67,14 +70,16 @@ def _forward(this: Forward, input: Tensor, grid: Tensor, *_options: Any) -> Tens
 def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
     """Decide; operands may have no values."""
     shape, layout = (joint_batch(input, grid), input.shape[1], *grid.shape[1:-1]), memory_format(input, True)
-    of_out = torch.empty(shape, memory_format=layout, device="meta").flatten(2).stride()
+    out = outline(shape, memory_format=layout)
     through = _through(input, grid) and 16 * prod(grid.shape[1:-1]) >= prod(input.shape[2:])
     of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     what = problem(
-        input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, of_out, of_input, int64=FORCE_INT64
-    )
+        input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, out.flatten(2).stride(), of_input,
+        int64=FORCE_INT64,
+    )  # fmt: skip
     turn = into_pixels(input.shape, input.dtype) if through else None
-    return Forward(not _collapses(grid), turn, shape, layout, jit.Step(sample, what, [0, 1, 2]))
+    new = room(out, input.dtype, input.device)
+    return Forward(not _collapses(grid), turn, out, new, jit.Step(sample, what, [0, 1, 2]))
 
 
 def decide_backward(
@@ -114,7 +119,7 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     if "grid" in wants:
         of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     if "input" in wants:
-        as_it_is = torch.empty(input.shape, memory_format=_summed_in(input), device="meta").stride()
+        as_it_is = outline(input.shape, memory_format=_summed_in(input)).stride()
         of_gradient = _pixel_strides(input, torch.int64 if fixed else wide) if through else as_it_is
     if wants:
         of_out = _outline(grad).flatten(2).stride()
@@ -128,10 +133,15 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     turn = back = None
     if through:
         turn = into_pixels(input.shape, input.dtype) if "grid" in wants else None
-        sums = input.dtype if gather is not None else torch.int64 if fixed else wide
-        back = into_planes(input.shape, sums, input.dtype, fixed, units(what) if fixed else 0)
-    copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
-    return Backward(*copies, wants, turn, back, step, marks, gather, rows, grid.shape[0] != B, zeros, wide)
+        of_pixels = input.dtype if gather is not None else torch.int64 if fixed else wide
+        back = into_planes(input.shape, of_pixels, input.dtype, fixed, units(what) if fixed else 0)
+    repeated, sums = grid.shape[0] != B, torch.int64 if fixed else wide
+    summed = outline([pixels_room(input.shape, sums)]) if back else outline(input.shape, memory_format=_summed_in(input))
+    of_grid = room(outline((B, *grid.shape[1:])), wide if repeated else grid.dtype, grid.device)
+    new, copies = room(summed, sums, input.device), (not _collapses(grid), not _collapses(grad.movedim(1, -1)))
+    return Backward(
+        *copies, wants, turn, back, step, marks, gather, rows, repeated, zeros, wide, lambda: new().zero_(), of_grid
+    )  # fmt: skip
 
 
 def _in_rows(input: Tensor) -> bool:
@@ -191,15 +201,11 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
     if "grid" in this.wants:
         if this.turn is not None:
             source = turned(this.turn, input)
-        if this.repeated:
-            shape = this.step.problem.B, *grid.shape[1:]
-            d_grid = torch.empty(shape, dtype=this.wide, device=grid.device)
-        else:
-            d_grid = torch.empty(grid.shape, dtype=grid.dtype, device=grid.device)
+        d_grid = this.of_grid()
     if "input" in this.wants:
-        d_input = _sums(this, input)
+        d_input = this.of_input()
         if this.marks:
-            low = _sums(this, input) if this.wide == torch.float64 else None
+            low = this.of_input() if this.wide == torch.float64 else None
             most = largest(grad.flatten(2), input.shape[0], this.wide)
     tensors = (grad, source, points, d_input, d_grid, low, most, None)
     this.step(tensors)
@@ -212,14 +218,6 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
     if d_input is not None:
         d_input = _finished(this, input, d_input, low, most)
     return d_input, d_grid
-
-
-def _sums(this: Backward, input: Tensor) -> Tensor:
-    """Zeros to add to."""
-    dtype = torch.int64 if this.marks else this.wide
-    if this.back is not None:
-        return input.new_zeros(pixels_room(input.shape, dtype), dtype=dtype)
-    return torch.zeros_like(input, dtype=dtype, memory_format=_summed_in(input))
 
 
 def _summed_in(input: Tensor) -> torch.memory_format:
@@ -258,7 +256,7 @@ def plan(
         found.append(Kernel(transpose.title, (), wide, same, room, "forward"))
     found.append(Kernel(sample.title, ("out",), wide, same, room, "forward", *chosen))
     if any(needs):
-        grad = torch.empty(this.shape, dtype=input.dtype, memory_format=this.layout, device="meta")
+        grad = this.out.to(input.dtype)
         found += _backward_plan(prepare_backward(grad, input, grid, options, tuple(needs), deterministic), input, grid, copy)
     return found
 

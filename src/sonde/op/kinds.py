@@ -1,0 +1,120 @@
+"""Kinds of calls: what is decided at the first call of a kind is done by all of them, and nothing is asked twice.
+
+An eager call of a small operator is all host time, so this is written for speed: a key of plain values, one look into a
+dictionary, and no function between there and the launch that need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..jit import settings, token
+from . import plan
+
+_TENSORS = {Tensor, torch.nn.Parameter}
+_remembered: list[dict] = []
+_modes, _transforms, _profiled, _deterministic, _grad_enabled, _hooks = (
+    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
+    torch._C._get_deterministic_algorithms, torch.is_grad_enabled, torch._C._autograd._top_saved_tensors_default_hooks,
+)  # fmt: skip
+
+
+class Kind:
+    """What calls of one kind do."""
+
+    __slots__ = ("backward", "deterministic", "forward", "hooked", "impl", "recorded", "settings", "values")
+
+    def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
+        self.impl, self.deterministic, self.values = impl, deterministic, values
+        self.forward = forward  # takes the operator's arguments
+        self.recorded = recorded  # somebody may ask for gradients
+        self.hooked = _hooks(False) is not None  # what is saved may come back in another layout
+        self.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
+        self.backward: dict[tuple, Callable] = {}  # by kind of gradients: takes those and the arguments to the inputs' gradients
+
+
+def new() -> dict:
+    """Room for what is to be remembered, until :func:`forget`."""
+    _remembered.append({})
+    return _remembered[-1]
+
+
+def forget() -> None:
+    """Decide anew: for tests, which change what decisions depend on."""
+    for known in _remembered:
+        known.clear()
+
+
+def key_of(args: Sequence) -> tuple:
+    """What decisions depend on in these arguments; a key for them if they are :func:`plain`."""
+    return tuple([
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
+        if type(x) in _TENSORS else (type(x), x)
+        for x in args
+    ])  # fmt: skip
+
+
+def plain(args: Sequence) -> bool:
+    """Whether tensors are memory and strides, not something else that looks like it, and everything else can be part of a key."""
+    try:
+        hash(key_of(args))
+    except (RuntimeError, TypeError):
+        return False
+    return not any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
+
+
+def frozen(args: Sequence) -> tuple:
+    """The dispatcher hands over lists, of which no key can be made."""
+    return tuple([tuple(x) if type(x) is list else x for x in args])
+
+
+def resolved(args: Sequence) -> tuple:
+    return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
+
+
+def layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
+    """What is left for backward passes of one kind of call to depend on; None where that cannot be told."""
+    key: list = [asked]
+    try:
+        for x in tensors:
+            if type(x) in _TENSORS and not x.is_neg():
+                key += (x.stride(), x.dtype, x.data_ptr() & 15)
+            elif x is not None:
+                return None
+    except RuntimeError:  # no strides, no memory
+        return None
+    return tuple(key)
+
+
+def watched() -> bool:
+    """Whether somebody could tell a call of an operator from a call of its function: a mode, a transform, a profiler, a plan."""
+    return _modes() > 0 or _transforms() or _profiled() or forward_ad._current_level >= 0 or plan.recording()
+
+
+def circumstances() -> tuple:
+    """What decisions depend on beside the arguments."""
+    return _deterministic(), _grad_enabled(), _hooks(False) is None, token()
+
+
+def placed(function: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:
+    """The same on the tensors' device, whichever is current; in the deterministic mode without filling what kernels will write."""
+    elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
+    if not elsewhere and not deterministic:
+        return function
+
+    def act(*args):
+        filled = torch._C._get_deterministic_fill_uninitialized_memory()
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        try:
+            with torch.cuda.device(device) if elsewhere else nullcontext():
+                return function(*args)
+        finally:
+            torch._C._set_deterministic_fill_uninitialized_memory(filled)
+
+    return act
