@@ -471,6 +471,33 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
+    """Crowds that many programs have a part of, among samples here and there and some that see nothing."""
+    gathers = pytest.importorskip("sonde.grid._gpu_gather")
+    launched = {}
+    launch = gathers.launch
+    monkeypatch.setattr(
+        gathers, "launch", lambda kernel, tensors, *how: launched.update({kernel: tensors}) or launch(kernel, tensors, *how)
+    )
+    g = torch.Generator().manual_seed(0)
+    grid = 2.6 * torch.rand(2, 600, 1, 2, generator=g, dtype=torch.float64) - 1.3
+    for step, at in ((3, 0.1), (5, -0.7), (7, 9.0)):
+        grid[:, ::step] = at + 0.01 * torch.rand(1, generator=g, dtype=torch.float64)
+    grid[1, 200:500] = grid[1, 0]
+    input = channels_last(torch.randn(2, 16, 4, 5, generator=g, dtype=torch.float64))
+    args = (input.to(triton_target.device), grid.to(triton_target.device), "bilinear", "zeros", False)
+    with deterministic():
+        got = value_and_grads(call(triton_target), args)[1]
+    for a, b in zip(got, value_and_grads(OPERATOR.reference, args)[1]):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    _grad, table, first, ids, *_others = (t.cpu() for t in launched[gathers._gather])
+    x, y = (((grid + 1) * torch.tensor([5, 4]) - 1) / 2).floor().long().flatten(0, 2).T + 1
+    cells = torch.where((x >= 0) & (x < 6) & (y >= 0) & (y < 5), (torch.arange(1200) // 600 * 5 + y) * 6 + x, 60)
+    assert (ids[: (cells < 60).sum()].sort()[0] == (cells < 60).nonzero()[:, 0]).all()
+    for cell in range(60):
+        assert ids[first[cell] :][: table[60 + cell]].tolist() == (cells == cell).nonzero()[:, 0].tolist()
+
+
 def test_a_pass_is_decided_once(triton_target, monkeypatch):
     """A second call of the same kind prepares nothing; another layout is another kind."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")

@@ -1,8 +1,12 @@
 """The gradient of images in a fixed order of additions: each pixel adds up the samples around it, in their order.
 
-A cell is the square between pixels, or the cube. Samples are sorted by cell; a pixel looks into the cells that it is a corner of
-and adds, sample by sample, the row of channels of the result's gradient times the pixel's share in it. Of a cell with more than
-PIECE samples the rest is added up before, a piece at a time: a pixel that a million samples see has sixteen thousand terms left.
+A cell is the square between pixels, or the cube. Samples are brought together by cell; a pixel looks into the cells that it is a
+corner of and adds, sample by sample, the row of channels of the result's gradient times the pixel's share in it. Of a cell with
+more than PIECE samples the rest is added up before, a piece at a time: a pixel that a million samples see has sixteen thousand
+terms left.
+
+The samples of one cell among BLOCK in succession are a run, and runs of a cell are a chain. Where in memory a cell has its samples
+and how its chain is linked differ from time to time; how many of them come before a sample, which is its place, does not.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..op.gpu import accumulator, cdiv, launch, power_of_2, vector_of
-from ._gpu_axes import along, coordinate
+from ._gpu_axes import along, coordinate, weight
 
 PIECE = 64
-BLOCK = 512  # samples per program where one thread serves one sample
-KERNELS = ("_cells", "torch.sort", "_lists", "_rest", "_gather")  # that a gradient launches, in order
+BLOCK = 128  # samples per program
+BLOCK_CELLS = 1024
+TILE = 1024  # bytes that a warp adds up at a time, 32 of each thread
+KERNELS = ("_runs", "_room", "_order", "_rest", "_gather")  # that a gradient launches, in order
 
 
 class Problem(NamedTuple):
@@ -58,10 +64,9 @@ class Problem(NamedTuple):
 
 def workspace(n: Problem) -> int:
     """Bytes in use beside the result."""
-    N = n.samples
-    lists = N * (4 + 4 + (n.dim * n.wide.itemsize if n.taps > 1 else 0)) + 2 * 4 * n.cells
-    sums = cdiv(N, PIECE) * n.corners * n.C * n.wide.itemsize
-    return max(N * (4 + 4 + 8 + 8), lists + max(8 * N, sums))  # keys and their order, twice
+    N, pieces = n.samples, cdiv(n.samples, PIECE)
+    lists = 4 * (3 * n.cells + 1 + pieces) + N * (4 + (n.dim * n.wide.itemsize if n.taps > 1 else 0))
+    return lists + max(N * (4 + 8), pieces * n.corners * n.C * n.wide.itemsize)
 
 
 def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
@@ -77,46 +82,67 @@ def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
     per_sample = (cdiv(N, BLOCK), 1, 1)
     sizes = (N, n.points, n.Z, n.H, n.W, n.group, n.images * n.group // n.grids, *n.of_grid, n.cells)
     how = (n.dim, n.taps, n.padding, n.align, accumulator(n.wide), BLOCK)
-    keys = new(N)
-    launch(_cells, (grid, keys), per_sample, sizes, how, 4)
-    ordered, order = torch.sort(keys, stable=True)
-    del keys
-    ids, shares = new(N), new(N, n.dim, dtype=n.wide) if n.taps > 1 else None
-    bounds = torch.zeros(2, n.cells, dtype=torch.int32, device=grad.device)
-    launch(_lists, (grid, ordered, order, ids, shares, bounds), per_sample, sizes, how, 4)
-    del order
-    tile = 2048 // n.wide.itemsize  # numbers of a warp
-    block_c = min(128, power_of_2(n.C), tile // n.corners)
-    block_p = max(1, tile // (block_c * n.corners))
+    pieces = cdiv(N, PIECE)
+    table = torch.zeros(2 * n.cells + 1 + pieces, dtype=torch.int32, device=grad.device)
+    first, ids, shares = new(n.cells), new(N), new(N, n.dim, dtype=n.wide) if n.taps > 1 else None
+    ranks, links = new(N), new(N, dtype=torch.int64)
+    launch(_runs, (grid, table, ranks, links), per_sample, sizes, how, BLOCK // 32)
+    launch(_room, (table, first), (cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4)
+    launch(_order, (grid, table, first, ranks, links, ids, shares), per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128))
+    del ranks, links
+    tile = TILE // n.wide.itemsize
+    block_c = min(tile, power_of_2(n.C))
+    block_p = tile // block_c
     vector = vector_of(16 // grad.element_size(), n.C, n.row, n.stride)
     of_row = (n.dim, n.taps, accumulator(n.wide), PIECE, vector)
-    sums = new(cdiv(N, PIECE), n.corners, n.C, dtype=n.wide)
-    launch(_rest, (grad, ordered, ids, shares, bounds, sums), (len(sums), 1, 1), (N, n.C, n.row, n.cells), (*of_row, block_c), 1)
+    sums = new(pieces, n.corners, n.C, dtype=n.wide)
+    launch(_rest, (grad, table, first, ids, shares, sums), (pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1)
     pixels = n.images * n.Z * n.H * n.W
     grid_ = (cdiv(pixels, block_p), cdiv(n.C, block_c), 1)
     sizes = (n.Z, n.H, n.W, pixels, n.C, n.row, n.stride, n.cells)
-    launch(_gather, (grad, ids, shares, bounds, sums, out), grid_, sizes, (*of_row, block_p, block_c), 1)
+    launch(_gather, (grad, table, first, ids, shares, sums, out), grid_, sizes, (*of_row, block_p, block_c), 1)
 
 
 @triton.jit
 def position(
-    grid, b, p, here, axis: tl.constexpr, N, GROUP, G_B, G_P, G_D, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr,
+    grid, b, p, here, axis: tl.constexpr, N, G_B, G_P, G_D, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """Along an axis: whether a sample sees any pixel, its cell, counted from the first that touches a pixel, its place there."""
-    u = coordinate(grid, b, p, here, axis, GROUP, G_B, G_P, G_D, ACC)
-    live, first, t, _slope = along(u, N, TAPS, PAD, ALIGN, tl.int64)
+    u = coordinate(grid, b, p, here, axis, 1, G_B, G_P, G_D, ACC)
+    live, first, t, _slope = along(u, N, TAPS, PAD, ALIGN, tl.int32)
     cell = first + (TAPS - 1)
     return live & (cell >= 0) & (first < N), cell, t
+
+
+@triton.jit
+def places(
+    grid, i, here, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
+    ALIGN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of samples `i`: whether they see any pixel, their cells, which 32 bits count, and places there."""
+    MORE: tl.constexpr = TAPS - 1
+    b, p = i // P, (i % P).to(tl.int64)
+    cell, there, t = b // INPUT_GROUP, here, ()
+    b = (b // GRID_GROUP).to(tl.int64)
+    if DIM == 3:
+        inside, z, tz = position(grid, b, p, here, 2, Z, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+        cell, there, t = cell * (Z + MORE) + z, there & inside, (tz,)
+    inside, y, ty = position(grid, b, p, here, 1, H, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+    cell, there = cell * (H + MORE) + y, there & inside
+    inside, x, tx = position(grid, b, p, here, 0, W, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+    return there & inside, cell * (W + MORE) + x, (tx, ty) + t
 
 
 SIZES = ["N", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "G_B", "G_P", "G_D", "CELLS"]
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _cells(
+def _runs(
     grid,  # [B / GRID_GROUP, P, DIM]
-    keys,  # [N], the cell of each sample; CELLS where it sees nothing
+    table,  # zeros: [2, CELLS], a run of each cell, if any, as one more than its first sample, and how many samples the cell has
+    ranks,  # [N], how many of its run are before a sample
+    links,  # [N], of each run's first sample: the next run of the cell, as above, and how many samples this one has
     N,
     P,
     Z,
@@ -135,28 +161,43 @@ def _cells(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    MORE: tl.constexpr = TAPS - 1
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b, p = i // P, i % P
-    cell, there = b // INPUT_GROUP, i < N
-    if DIM == 3:
-        inside, z, _tz = position(grid, b, p, i < N, 2, Z, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-        cell, there = cell * (Z + MORE) + z, there & inside
-    inside, y, _ty = position(grid, b, p, i < N, 1, H, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-    cell, there = cell * (H + MORE) + y, there & inside
-    inside, x, _tx = position(grid, b, p, i < N, 0, W, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-    cell, there = cell * (W + MORE) + x, there & inside
-    tl.store(keys + i, tl.where(there, cell, CELLS).to(tl.int32), mask=i < N)
+    each = tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + each
+    there, cell, _t = places(grid, i, i < N, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM, TAPS, PAD, ALIGN, ACC)
+    cell = tl.where(there, cell, -1)
+    same = (cell[:, None] == cell[None, :]).to(tl.int32)
+    both = tl.sum(tl.where(each[:, None] < each[None, :], same * (BLOCK * 2 + 1), same), 0)
+    rank, length = both // (BLOCK * 2), both % (BLOCK * 2)
+    tl.store(ranks + i, rank, mask=there)
+    leads = there & (rank == 0)
+    tl.atomic_add(table + CELLS + cell, length, mask=leads, sem="relaxed")
+    # of any scope but the system's, an exchange does not compile for AMD in Triton 3.6 and 3.7 (triton-lang/triton#11019)
+    next = tl.atomic_xchg(table + cell, i + 1, mask=leads, sem="relaxed", scope="sys")
+    tl.store(links + i, (next.to(tl.int64) << 32) + length, mask=leads)
+
+
+@triton.jit(do_not_specialize=["CELLS"])
+def _room(
+    table,  # behind the runs and numbers of samples of all cells: how many there are in all so far
+    first,  # [CELLS], where the samples of each cell begin
+    CELLS,
+    BLOCK: tl.constexpr,
+):
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(table + CELLS + cell, mask=cell < CELLS, other=0)
+    start = tl.atomic_add(table + CELLS + CELLS, tl.sum(count), sem="relaxed")
+    tl.store(first + cell, start + tl.cumsum(count) - count, mask=cell < CELLS)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _lists(
+def _order(
     grid,
-    ordered,  # [N], keys
-    order,  # [N], of samples
-    ids,  # [N], the same in 32 bits
+    table,  # behind all that: [N / PIECE], one more than the cell, of a piece that starts among so many samples, is not its first
+    first,
+    ranks,
+    links,
+    ids,  # [N], samples by cell, in their order there
     shares,  # [N, DIM], where each is in its cell; None where that does not matter
-    bounds,  # [2, CELLS], the first sample of each cell and the one after its last; zeros where there is none
     N,
     P,
     Z,
@@ -174,47 +215,46 @@ def _lists(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = i < N
-    id = tl.load(order + i, mask=here, other=0)
-    tl.store(ids + i, id.to(tl.int32), mask=here)
+    start = tl.program_id(0) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    there, cell, t = places(grid, i, i < N, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM, TAPS, PAD, ALIGN, ACC)
+    place = tl.load(ranks + i, mask=there, other=0)
+    run = tl.load(table + cell, mask=there, other=0)
+    while tl.max(run) > 0:
+        link = tl.load(links + run - 1, mask=run > 0, other=0)
+        place += tl.where(run <= start, link.to(tl.int32), 0)  # a run of samples before these
+        run = (link >> 32).to(tl.int32)
+    at = (tl.load(first + cell, mask=there, other=0) + place).to(tl.int64)
+    tl.store(ids + at, i, mask=there)
     if shares is not None:
-        b, p = id // P, id % P
-        _there, _x, t = position(grid, b, p, here, 0, W, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-        tl.store(shares + i * DIM, t, mask=here)
-        _there, _y, t = position(grid, b, p, here, 1, H, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-        tl.store(shares + i * DIM + 1, t, mask=here)
-        if DIM == 3:
-            _there, _z, t = position(grid, b, p, here, 2, Z, GRID_GROUP, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
-            tl.store(shares + i * DIM + 2, t, mask=here)
-    key = tl.load(ordered + i, mask=here, other=CELLS)
-    before = tl.load(ordered + i - 1, mask=here & (i > 0), other=-1)
-    after = tl.load(ordered + i + 1, mask=i + 1 < N, other=-1)
-    tl.store(bounds + key, i.to(tl.int32), mask=(key < CELLS) & (key != before))
-    tl.store(bounds + CELLS + key, (i + 1).to(tl.int32), mask=(key < CELLS) & (key != after))
+        for d in tl.static_range(DIM):
+            tl.store(shares + at * DIM + d, t[d], mask=there)
+    tl.store(table + CELLS + CELLS + 1 + at // PIECE, cell + 1, mask=there & (place > 0) & (place % PIECE == 0))
 
 
 @triton.jit
-def share(shares, q, here, corner, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
-    """What the pixel at this corner has of the sorted sample `q`."""
+def share(shares, q, here, corner: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
+    """What the pixel at this corner has of the sample at `q`."""
     w = tl.full(q.shape, 1, ACC)
     if TAPS > 1:
-        for d in tl.static_range(DIM):
-            t = tl.load(shares + q.to(tl.int64) * DIM + (DIM - 1 - d), mask=here, other=0)
-            w *= tl.where((corner >> (DIM - 1 - d)) % 2 == 0, 1 - t, t)
+        at = shares + q.to(tl.int64) * DIM
+        if DIM == 3:
+            w = weight(tl.load(at + 2, mask=here, other=0), corner // (TAPS * TAPS), TAPS)
+        w = w * weight(tl.load(at + 1, mask=here, other=0), corner // TAPS % TAPS, TAPS)
+        w = w * weight(tl.load(at, mask=here, other=0), corner % TAPS, TAPS)
     return w
 
 
-@triton.jit(do_not_specialize=["N", "C", "ROW", "CELLS"])
+@triton.jit(do_not_specialize=["C", "ROW", "CELLS"])
 def _rest(
     grad,  # [N, C], rows ROW apart
-    ordered,
+    table,
+    first,
     ids,
     shares,
-    bounds,
     sums,  # [N / PIECE, TAPS ** DIM, C]
-    N,
     C,
     ROW,
     CELLS,
@@ -225,16 +265,14 @@ def _rest(
     VECTOR: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The piece that starts among these PIECE sorted samples, if there is one and it is not its cell's first: one at most is."""
+    """The piece that starts among these PIECE samples, if there is one and it is not its cell's first: one at most is."""
     C, ROW = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR
     slot = tl.program_id(0).to(tl.int64)
-    i = slot * PIECE + tl.arange(0, PIECE)
-    key = tl.load(ordered + i, mask=i < N, other=CELLS)
-    first = tl.load(bounds + key, mask=key < CELLS, other=0)
-    starts = (key < CELLS) & (i > first) & ((i - first) % PIECE == 0)
-    start = tl.max(tl.where(starts, i, 0), 0)
-    if start > 0:
-        stop = tl.minimum(start + PIECE, tl.load(bounds + CELLS + tl.load(ordered + start)))
+    cell = tl.load(table + CELLS + CELLS + 1 + slot) - 1
+    if cell >= 0:
+        begin, count = tl.load(first + cell), tl.load(table + CELLS + cell)
+        skip = (slot - begin // PIECE) * PIECE
+        start, stop = begin + skip, begin + tl.minimum(skip + PIECE, count)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             for corner in tl.static_range(TAPS**DIM):
@@ -243,16 +281,17 @@ def _rest(
                     q = at + tl.zeros([1], tl.int64)
                     row = tl.load(ids + q).to(tl.int64) * ROW
                     g = tl.load(grad + row + c, mask=c < C, other=0).to(ACC)
-                    total += share(shares, q, q >= 0, corner + tl.zeros([1], tl.int32), DIM, TAPS, ACC) * g
+                    total += share(shares, q, q >= 0, corner, DIM, TAPS, ACC) * g
                 tl.store(sums + (slot * TAPS**DIM + corner) * C + c, total, mask=c < C)
 
 
 @triton.jit(do_not_specialize=["Z", "H", "W", "PIXELS", "C", "ROW", "STRIDE", "CELLS"])
 def _gather(
     grad,  # [N, C], rows ROW apart
+    table,
+    first,
     ids,
     shares,
-    bounds,
     sums,
     out,  # [PIXELS, C], pixels STRIDE apart
     Z,
@@ -271,34 +310,33 @@ def _gather(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """All corners' cells at the same time: their samples are far apart in memory, and each waits for its own."""
     CORNERS: tl.constexpr = TAPS**DIM
     MORE: tl.constexpr = TAPS - 1
     C, ROW, STRIDE = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR, STRIDE // VECTOR * VECTOR
-    start = tl.program_id(0).to(tl.int64) * BLOCK_P
-    each = tl.arange(0, BLOCK_P * CORNERS)[:, None]
-    pixel, corner = start + each // CORNERS, each % CORNERS
+    pixel = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     in_p, in_c = pixel < PIXELS, c < C
     x, y, b = pixel % W, pixel // W % H, pixel // W // H
-    cell, b = b, b // Z
-    if DIM == 3:  # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
-        cell = b * (Z + MORE) + cell % Z - corner // (TAPS * TAPS) + MORE
-    cell = (cell * (H + MORE) + y - corner // TAPS % TAPS + MORE) * (W + MORE) + x - corner % TAPS + MORE
-    first = tl.load(bounds + cell, mask=in_p, other=0)
-    count = tl.load(bounds + CELLS + cell, mask=in_p, other=0) - first
-    total = tl.zeros([BLOCK_P * CORNERS, BLOCK_C], ACC)
-    near = tl.minimum(count, PIECE)
-    for i in range(tl.max(near)):
-        here = i < near
-        row = tl.load(ids + first + i, mask=here, other=0).to(tl.int64) * ROW
-        g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
-        total += share(shares, first + i, here, corner, DIM, TAPS, ACC) * g
-    pieces = (count - 1) // PIECE  # behind the first
-    for j in range(1, tl.max(pieces) + 1):
-        slot = (first.to(tl.int64) + j * PIECE) // PIECE
-        total += tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(j <= pieces) & in_c, other=0)
-    if CORNERS > 1:
-        total = tl.sum(tl.reshape(total, [BLOCK_P, CORNERS, BLOCK_C]), 1)
-    pixel = start + tl.arange(0, BLOCK_P)[:, None]
-    tl.store(out + pixel * STRIDE + c, total.to(out.dtype.element_ty), mask=(pixel < PIXELS) & in_c)
+    cell = b
+    if DIM == 3:
+        cell = b // Z * (Z + MORE) + b % Z + MORE
+    cell = (cell * (H + MORE) + y + MORE) * (W + MORE) + x + MORE
+    begins = ()
+    counts = ()
+    for corner in tl.static_range(CORNERS):  # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
+        of = cell - (corner // (TAPS * TAPS) * (H + MORE) + corner // TAPS % TAPS) * (W + MORE) - corner % TAPS
+        begins = begins + (tl.load(first + of, mask=in_p, other=0),)
+        counts = counts + (tl.load(table + CELLS + of, mask=in_p, other=0),)
+    total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    for corner in tl.static_range(CORNERS):
+        begin, count = begins[corner], counts[corner]
+        most = tl.max(count)
+        for i in range(tl.minimum(most, PIECE)):
+            here = i < count
+            row = tl.load(ids + begin + i, mask=here, other=0).to(tl.int64) * ROW
+            g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
+            total += share(shares, begin + i, here, corner, DIM, TAPS, ACC) * g
+        for skip in range(PIECE, most, PIECE):
+            slot = (begin // PIECE + skip // PIECE).to(tl.int64)
+            total += tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(skip < count) & in_c, other=0)
+    tl.store(out + pixel.to(tl.int64) * STRIDE + c, total.to(out.dtype.element_ty), mask=in_p & in_c)

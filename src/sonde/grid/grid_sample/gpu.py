@@ -161,7 +161,7 @@ def _gather_problem(
     stride = pixel_stride(C, input.element_size()) if through else C
     where = TAPS[mode], PADDINGS.index(options[1]), options[2]
     what = gathers.Problem(n, grad.shape[0] // max(1, n), points, Z, H, W, C, dim, *where, wide, grids, flat.stride(), row, stride)
-    if max(what.samples, what.cells) >= 2**31 - gathers.BLOCK:
+    if max(what.samples, what.cells) >= 2**31 - gathers.BLOCK_CELLS:
         return None, None
     return what, None if as_rows else into_pixels(grad.shape, grad.dtype)
 
