@@ -10,12 +10,14 @@ import sys
 import threading
 import types
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from sonde.op import kinds
 from sonde.op.library import operator
 from sonde.op.plan import Determinism, Kernel
 
@@ -368,3 +370,33 @@ def test_threads_keep_nothing_of_a_call(monkeypatch):
         assert memory() is None
     finally:
         late.set()
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_pass_runs_on_its_tensors_device(current, monkeypatch):
+    """Where there are several, the other one is made current for the time being; the right one is left alone."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    for strict in (False, True):
+        act = kinds.placed(lambda x: x + 1, torch.device("cuda:1"), strict)
+        assert act(2) == 3
+    assert entered == [torch.device("cuda:1")] * (2 if current == 0 else 0)
+
+
+def test_nothing_is_filled_that_kernels_will_write():
+    """In the deterministic mode torch fills what is allocated; a pass does without, and leaves the setting as it was."""
+    filled = torch.utils.deterministic
+
+    def run(fails):
+        assert not filled.fill_uninitialized_memory
+        return 1 // (not fails)
+
+    act = kinds.placed(run, torch.device("cpu"), True)
+    assert filled.fill_uninitialized_memory
+    assert act(False) == 1
+    with pytest.raises(ZeroDivisionError):
+        act(True)
+    assert filled.fill_uninitialized_memory
+    assert kinds.placed(run, torch.device("cpu"), False) is run

@@ -104,11 +104,14 @@ def circumstances() -> tuple:
 
 def placed(function: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:
     """The same on the tensors' device, whichever is current; in the deterministic mode without filling what kernels will write."""
-    elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
-    if not elsewhere and not deterministic:
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    if not several and not deterministic:
         return function
 
     def act(*args):
+        elsewhere = several and torch._C._cuda_getDevice() != device.index
+        if not elsewhere and not deterministic:
+            return function(*args)
         filled = torch._C._get_deterministic_fill_uninitialized_memory()
         torch._C._set_deterministic_fill_uninitialized_memory(False)
         try:
