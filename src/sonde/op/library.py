@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -183,16 +184,8 @@ def operator(
     def spread(run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:
         """The gradients that `run` finds, each in the place of its argument of the ``autograd.Function``; the kind is the first."""
         places = [1 + i for i, need in zip(wanted, needs) if need]
-        if places == list(range(1, 1 + n)):
-            return lambda *args: (None, *run(*args))
-
-        def act(*args):
-            out: list = [None] * (1 + n)
-            for i, grad in zip(places, run(*args), strict=True):
-                out[i] = grad
-            return tuple(out)
-
-        return act
+        take = itemgetter(*[1 + places.index(i) if i in places else 0 for i in range(1 + n)])
+        return lambda *args: take((None, *run(*args)))
 
     class Forward(torch.autograd.Function):
         """Where torch.func is at work."""
