@@ -256,6 +256,18 @@ def test_what_was_saved_may_come_back_otherwise(operator, target):
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
+def test_memory_may_be_replaced_before_the_backward_pass(operator, target):
+    """``x.data = …`` gives a leaf that was saved other strides, and no version counter tells."""
+    args = tiny(operator, target)
+    _, want = value_and_grads(operator.call(target), args)
+    given = leaves(args)
+    out = [o for o in tuple_of(operator.call(target)(*given)) if o.requires_grad]
+    for i in floats(args):
+        given[i].data = restride(given[i].data, "reversed")
+    for a, b in zip(torch.autograd.grad(out, [given[i] for i in floats(args)], cotangents(out)), want):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
 def test_negated_views(operator, target):
     """``z.conj().imag`` is memory with the opposite sign, which torch tells by a bit; kernels are given what it stands for."""
     args = tiny(operator, target)

@@ -400,3 +400,25 @@ def test_nothing_is_filled_that_kernels_will_write():
         act(True)
     assert filled.fill_uninitialized_memory
     assert kinds.placed(run, torch.device("cpu"), False) is run
+
+
+def test_the_last_thread_puts_the_setting_back():
+    """One begins while another is at work and ends after it."""
+    filled, both = torch.utils.deterministic, threading.Barrier(2, timeout=60)
+    seen = []
+
+    def early():
+        with kinds.unfilled():
+            both.wait()
+            both.wait()
+        seen.append(filled.fill_uninitialized_memory)
+        both.wait()
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    both.wait()
+    with kinds.unfilled():
+        both.wait()
+        both.wait()
+    thread.join()
+    assert (seen, filled.fill_uninitialized_memory) == ([False], True)

@@ -498,6 +498,16 @@ def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
         assert ids[first[cell] :][: table[60 + cell]].tolist() == (cells == cell).nonzero()[:, 0].tolist()
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced(target):
+    """A trace holds the operator, also if it is of a kind that was called before."""
+    args = make(target, C=2, dtype=torch.float32)[:2]
+    known = call(target)(*args, "bilinear", "zeros", False)
+    traced = torch.jit.trace(lambda *args: call(target)(*args, "bilinear", "zeros", False), args)
+    assert "sonde::grid_sample" in str(traced.graph)
+    assert same_bits([traced(*args)], [known])
+
+
 def test_a_pass_is_decided_once(triton_target, monkeypatch):
     """A second call of the same kind prepares nothing; another layout is another kind."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")

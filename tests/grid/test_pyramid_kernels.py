@@ -52,6 +52,23 @@ def test_graphs_are_decided_once(path, triton_target, monkeypatch):
     assert decided == ["decide_forward", "decide_backward"]
 
 
+@pytest.mark.parametrize("path", OPERATORS)
+def test_threads_may_tell_of_the_levels_at_once(path, triton_target):
+    """What kernels are told is kept by the first call that finds it there for good; a second one at the same time adds nothing."""
+    from sonde.grid import _gpu_pyramid_pass as passes
+
+    operator = Operator.find(path)
+    features, _, _, locations, weights, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
+    T, gpu = (features, None, None, locations, weights), operator.kernels("triton")
+    this = passes.prepare_forward(gpu.THIS, T, tuple(levels), flag, False)
+    passes._forward(this, *T)
+    if triton_target.device != "cpu":
+        torch.cuda.synchronize()
+    first, again = (passes._tables(this, features, None, None) for _ in range(2))
+    assert [t is features for t in this.told] == [False, False]
+    assert first == again == tuple(this.told)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OPERATORS)
 @pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])

@@ -166,7 +166,7 @@ def _runs(
     there, cell, _t = places(grid, i, i < N, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM, TAPS, PAD, ALIGN, ACC)
     cell = tl.where(there, cell, -1)
     same = (cell[:, None] == cell[None, :]).to(tl.int32)
-    both = tl.sum(tl.where(each[:, None] < each[None, :], same * (BLOCK * 2 + 1), same), 0)
+    both = tl.sum(tl.where(each[:, None] < each[None, :], same * (BLOCK * 2 + 1), same), 0)  # two sums in one
     rank, length = both // (BLOCK * 2), both % (BLOCK * 2)
     tl.store(ranks + i, rank, mask=there)
     leads = there & (rank == 0)

@@ -105,7 +105,7 @@ def _tables(this: Forward | Backward, features: Tensor, shapes: Tensor | None, s
     if this.levels.table:
         table = table_of(this.levels.table, features.device)
         if table.event is None:
-            this.told.extend([table.tensor, table.tensor])
+            this.told[:] = table.tensor, table.tensor
         return table.tensor, table.tensor
     if shapes is None or starts is None:  # there are none
         return (features.new_empty(0, dtype=torch.int32),) * 2

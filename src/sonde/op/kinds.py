@@ -6,8 +6,9 @@ dictionary, and no function between there and the launch that need not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,24 +20,24 @@ from . import plan
 
 _TENSORS = {Tensor, torch.nn.Parameter}
 _remembered: list[dict] = []
-_modes, _transforms, _profiled, _deterministic, _grad_enabled, _hooks = (
+_modes, _transforms, _profiled, _traced, _deterministic, _grad_enabled = (
     torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
-    torch._C._get_deterministic_algorithms, torch.is_grad_enabled, torch._C._autograd._top_saved_tensors_default_hooks,
+    torch._C._get_tracing_state, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
 )  # fmt: skip
+_unfilled, _filled, _lock = 0, True, threading.Lock()
 
 
 class Kind:
     """What calls of one kind do."""
 
-    __slots__ = ("backward", "deterministic", "forward", "hooked", "impl", "recorded", "settings", "values")
+    __slots__ = ("backward", "deterministic", "forward", "impl", "recorded", "settings", "values")
 
     def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
         self.impl, self.deterministic, self.values = impl, deterministic, values
         self.forward = forward  # takes the operator's arguments
         self.recorded = recorded  # somebody may ask for gradients
-        self.hooked = _hooks(False) is not None  # what is saved may come back in another layout
         self.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
-        self.backward: dict[tuple, Callable] = {}  # by kind of gradients: takes those and the arguments to the inputs' gradients
+        self.backward: dict[tuple, Callable] = {}  # by layouts: what takes gradients and arguments to the inputs' gradients
 
 
 def new() -> dict:
@@ -79,12 +80,12 @@ def resolved(args: Sequence) -> tuple:
 
 
 def layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
-    """What is left for backward passes of one kind of call to depend on; None where that cannot be told."""
+    """What backward passes of one kind of call depend on, as what was saved may come back otherwise; None where none can tell."""
     key: list = [asked]
     try:
         for x in tensors:
             if type(x) in _TENSORS and not x.is_neg():
-                key += (x.stride(), x.dtype, x.data_ptr() & 15)
+                key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
             elif x is not None:
                 return None
     except RuntimeError:  # no strides, no memory
@@ -93,13 +94,15 @@ def layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
 
 
 def watched() -> bool:
-    """Whether somebody could tell a call of an operator from a call of its function: a mode, a transform, a profiler, a plan."""
-    return _modes() > 0 or _transforms() or _profiled() or forward_ad._current_level >= 0 or plan.recording()
+    """Whether somebody could tell a call of an operator from one of its function: a mode, a transform, a profiler, a trace, a plan."""
+    return (
+        _modes() > 0 or _transforms() or _profiled() or _traced() is not None or forward_ad._current_level >= 0 or plan.recording()
+    )  # fmt: skip
 
 
 def circumstances() -> tuple:
     """What decisions depend on beside the arguments."""
-    return _deterministic(), _grad_enabled(), _hooks(False) is None, token()
+    return _deterministic(), _grad_enabled(), token()
 
 
 def placed(function: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:
@@ -112,12 +115,25 @@ def placed(function: Callable, device: torch.device, deterministic: bool) -> Cal
         elsewhere = several and torch._C._cuda_getDevice() != device.index
         if not elsewhere and not deterministic:
             return function(*args)
-        filled = torch._C._get_deterministic_fill_uninitialized_memory()
-        torch._C._set_deterministic_fill_uninitialized_memory(False)
-        try:
-            with torch.cuda.device(device) if elsewhere else nullcontext():
-                return function(*args)
-        finally:
-            torch._C._set_deterministic_fill_uninitialized_memory(filled)
+        with torch.cuda.device(device) if elsewhere else nullcontext(), unfilled():
+            return function(*args)
 
     return act
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """The setting is the process's: the first of several threads takes it away, the last puts it back."""
+    global _unfilled, _filled
+    with _lock:
+        if not _unfilled:
+            _filled = torch._C._get_deterministic_fill_uninitialized_memory()
+            torch._C._set_deterministic_fill_uninitialized_memory(False)
+        _unfilled += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _unfilled -= 1
+            if not _unfilled:
+                torch._C._set_deterministic_fill_uninitialized_memory(_filled)

@@ -167,7 +167,7 @@ def operator(
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *kind.values, *found[n:]) if saved else (*grads, *found, *kind.values)
         twice = torch.is_grad_enabled()  # someone may differentiate again
-        key = None if twice or watched() else layouts((*grads, *found) if kind.hooked else grads, asked)
+        key = None if twice or watched() else layouts((*grads, *found), asked)
         act = kind.backward.get(key)
         if act is not None:
             return act(*args)
