@@ -94,7 +94,7 @@ def layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
 
 
 def watched() -> bool:
-    """Whether somebody could tell a call of an operator from one of its function: a mode, a transform, a profiler, a trace, a plan."""
+    """Whether somebody could tell an operator from its function: a mode, a transform, a profiler, a trace, a plan."""
     return (
         _modes() > 0 or _transforms() or _profiled() or _traced() is not None or forward_ad._current_level >= 0 or plan.recording()
     )  # fmt: skip
