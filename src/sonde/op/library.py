@@ -7,7 +7,6 @@ graphs hold ``sonde::<name>`` and reach the same functions through the dispatche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from operator import itemgetter
@@ -248,9 +247,9 @@ def operator(
 
     Forward.__name__, Backward.__name__, Eager.__name__ = name, f"{name}_backward", name
     # without binding a signature, which costs as much as a launch
-    apply = super(torch.autograd.Function, Forward).apply
     apply_eager = super(torch.autograd.Function, Eager).apply
     apply_backward = super(torch.autograd.Function, Backward).apply
+    apply_level, apply_level_backward = _of_one_level(Forward), _of_one_level(Backward)
 
     def recorded(args: Sequence) -> bool:
         """Whether somebody may ask for gradients."""
@@ -263,17 +262,14 @@ def operator(
         if not recorded(args):
             return _run(forward_op, forward, (*args, impl, deterministic))
         kind = Kind(impl, deterministic, tuple(args[n:]), lambda *args: _run(forward_op, forward, (*args, impl, deterministic)))
-        if not torch._C._are_functorch_transforms_active():
-            return apply_eager(kind, *args[:n])
-        with enable_single_level_autograd_function():  # torch.func has one of its levels in hand and wants it recorded
-            return apply(kind, *args[:n])
+        return (apply_level if torch._C._are_functorch_transforms_active() else apply_eager)(kind, *args[:n])
 
     def dispatched_backward(*arguments):
         *args, needs, impl, deterministic = arguments
         if _any_dual(args):
             raise NotImplementedError(f"{name}: a gradient has no forward-mode derivative here; use impl='reference'")
-        with _one_level():
-            found = apply_backward(needs, impl, deterministic, *args)
+        apply = apply_level_backward if torch._C._are_functorch_transforms_active() else apply_backward
+        found = apply(needs, impl, deterministic, *args)
         return found[0] if len(wanted) == 1 else found
 
     # graphs of torch.export train too, and torch.func works inside torch.compile
@@ -359,9 +355,16 @@ def _any_dual(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and torch._VF._unpack_dual(a, level=0)[1] is not None for a in args)  # type: ignore[attr-defined]
 
 
-def _one_level():
-    """Where torch.func calls us through the dispatcher, it has one of its levels in hand and wants that one recorded."""
-    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
+def _of_one_level(function: type[torch.autograd.Function]) -> Callable:
+    """For where torch.func calls us through the dispatcher: it has one of its levels in hand and wants that one recorded."""
+    parts = {part: staticmethod(getattr(function, part)) for part in ("forward", "setup_context", "backward")}
+    level: Any = type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts)
+
+    def apply(*args):
+        with enable_single_level_autograd_function():
+            return level.apply(*args)
+
+    return apply
 
 
 def _tuple(out) -> tuple:
