@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import jit
 from ..op.dtypes import accumulator
-from ..op.gpu import outline, room
+from ..op.gpu import outline, room, zeros
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_form_kernels import Problem, form, rows
@@ -150,10 +150,8 @@ def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) 
     if layout == "padded" and by_segments:
         return partial(empty_pixels, images.shape, wide, images.device)
     if layout == "padded":
-        new = room(outline([pixels_room(images.shape, wide)]), wide, images.device)
-    else:
-        new = room(outline(images.shape, memory_format=memory_format(images, True)), wide, images.device)
-    return new if by_segments else lambda: new().zero_()
+        return zeros(outline([pixels_room(images.shape, wide)]), wide, images.device)
+    return (room if by_segments else zeros)(outline(images.shape, memory_format=memory_format(images, True)), wide, images.device)
 
 
 def plan(

@@ -17,7 +17,7 @@ from .. import jit
 from ..jit.kernel import Tunable
 from ..op.cache import remember
 from ..op.dtypes import accumulator
-from ..op.gpu import outline, room
+from ..op.gpu import outline, room, zeros
 from ..op.plan import Determinism, Kernel
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
 from ._gpu_pyramid_segments import Problem as Segments
@@ -179,9 +179,9 @@ def prepare_backward(
         step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
-    new = room(outline(features.shape), wide, features.device)
     others = [room(outline(t.shape), t.dtype, t.device) for t in (locations, weights)]
-    rooms = tuple(make if i in wants else None for i, make in enumerate((lambda: new().zero_(), *others)))
+    sums = zeros(outline(features.shape), wide, features.device)
+    rooms = tuple(new if i in wants else None for i, new in enumerate((sums, *others)))
     return Backward(known, [], tuple(copies), rooms, wants, step, segments, by_segments and op.soft and flag, wide)
 
 

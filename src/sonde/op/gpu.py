@@ -73,6 +73,12 @@ def room(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[
     return partial(make, size, strides, dtype) if make else partial(torch.empty_strided, size, strides, dtype=dtype, device=device)
 
 
+def zeros(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """The same, to add to."""
+    new = room(outline, dtype, device)
+    return lambda: new().zero_()
+
+
 def outline(shape: Sequence[int], **how: Any) -> Tensor:
     """A tensor without memory."""
     return torch.empty(shape, device="meta", **how)

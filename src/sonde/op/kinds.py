@@ -61,13 +61,15 @@ def key_of(args: Sequence) -> tuple:
     ])  # fmt: skip
 
 
-def plain(args: Sequence) -> bool:
-    """Whether tensors are memory and strides, not something else that looks like it, and everything else can be part of a key."""
+def plain(args: Sequence) -> tuple | None:
+    """Their key, if tensors are memory and strides, not something that looks like it, and everything else can be part of one."""
     try:
-        hash(key_of(args))
+        key = key_of(args)
+        hash(key)
     except (RuntimeError, TypeError):
-        return False
-    return not any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
+        return None
+    other = any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
+    return None if other else key
 
 
 def frozen(args: Sequence) -> tuple:

@@ -99,9 +99,10 @@ def operator(
             return placed(decide(module, args, needs, deterministic), args[0].device, deterministic)
 
         module = kernels(impl)
-        if not hasattr(module, "decide_forward") or not plain(args):
+        kind = plain(args) if hasattr(module, "decide_forward") else None
+        if kind is None:
             return anew()
-        key = impl, needs, deterministic, token(), key_of(args)
+        key = impl, needs, deterministic, token(), kind
         return decisions.get(key) or remember(decisions, key, anew())
 
     def forward(*arguments):

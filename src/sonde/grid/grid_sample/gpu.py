@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import jit
 from ...op.dtypes import accumulator
-from ...op.gpu import outline, room
+from ...op.gpu import outline, room, zeros
 from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_gather as gathers
@@ -105,8 +105,8 @@ def _backward(this: Backward, needs: Sequence[bool], grad: Tensor, input: Tensor
 
 def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options, needs: Sequence[bool], strict: bool) -> Backward:
     B, wide, flat = joint_batch(input, grid), accumulator(input, grid), _flat(grid)
-    zeros = options[0] == "nearest" and needs[1]
-    wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and zeros))
+    no_slope = options[0] == "nearest" and needs[1]
+    wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and no_slope))
     through = "input" in wants and _through(input, grid)
     gather = rows = None
     if strict and "input" in wants and options[0] != "bicubic" and (through or _in_rows(input)):
@@ -138,10 +138,9 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     repeated, sums = grid.shape[0] != B, torch.int64 if fixed else wide
     summed = outline([pixels_room(input.shape, sums)]) if back else outline(input.shape, memory_format=_summed_in(input))
     of_grid = room(outline((B, *grid.shape[1:])), wide if repeated else grid.dtype, grid.device)
-    new, copies = room(summed, sums, input.device), (not _collapses(grid), not _collapses(grad.movedim(1, -1)))
-    return Backward(
-        *copies, wants, turn, back, step, marks, gather, rows, repeated, zeros, wide, lambda: new().zero_(), of_grid
-    )  # fmt: skip
+    rooms = zeros(summed, sums, input.device), of_grid
+    copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
+    return Backward(*copies, wants, turn, back, step, marks, gather, rows, repeated, no_slope, wide, *rooms)
 
 
 def _in_rows(input: Tensor) -> bool:
