@@ -372,6 +372,66 @@ def test_threads_keep_nothing_of_a_call(monkeypatch):
         late.set()
 
 
+OF_A_KIND = (torch.zeros(2, 3, 4), None, torch.zeros(3, 2), 5, (1, 2), "x", False)
+OTHERS = {
+    "size": (0, torch.zeros(2, 3, 5)),
+    "size where nothing is": (2, torch.zeros(3, 0)),
+    "rank": (0, torch.zeros(1, 2, 3, 4)),
+    "strides": (0, torch.zeros(2, 4, 3).mT),
+    "expanded": (0, torch.zeros(2, 1, 4).expand(2, 3, 4)),
+    "dtype": (0, torch.zeros(2, 3, 4).half()),
+    "alignment": (0, torch.zeros(25)[1:].view(2, 3, 4)),
+    "asking": (0, torch.zeros(2, 3, 4, requires_grad=True)),
+    "negative": (0, torch.zeros(2, 3, 4, dtype=torch.cfloat).conj().imag),
+    "zeros without memory": (0, torch._efficientzerotensor(2, 3, 4)),
+    "sparse": (0, torch.zeros(2, 3, 4).to_sparse()),
+    "device": (0, torch.zeros(2, 3, 4, device="meta")),
+    "type": (0, torch.nn.Parameter(torch.zeros(2, 3, 4), requires_grad=False)),
+    "of NumPy": (0, np.zeros((2, 3, 4), np.float32)),
+    "something for nothing": (1, torch.zeros(1)),
+    "nothing for something": (2, None),
+    "value": (3, 6),
+    "value's type": (3, 5.0),
+    "a number for a flag": (6, 0),
+    "list": (4, [1, 2]),
+    "text": (5, "y"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_guard_tells_kinds_apart(what):
+    """Whatever a decision may depend on; equal values are equal wherever they lie."""
+    like, (i, other) = kinds.like(OF_A_KIND), OTHERS[what]
+    assert like(OF_A_KIND)
+    assert like([torch.ones_like(x) if isinstance(x, Tensor) else (1, 2) if x == (1, 2) else x for x in OF_A_KIND])
+    assert not like([other if j == i else x for j, x in enumerate(OF_A_KIND)])
+    if i == 0:  # the same where there are tensors only
+        like = kinds.like(OF_A_KIND[:1])
+        assert like(OF_A_KIND[:1])
+        assert not like([other])
+
+
+def test_a_guard_sees_who_watches():
+    """Modes, transforms and traces leave something in the state of a thread that it looks at."""
+    like, seen = kinds.like(OF_A_KIND), []
+
+    def look(x):
+        seen.append(like(OF_A_KIND))
+        return x * 1
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    look(torch.ones(1))
+    with Mode():
+        look(torch.ones(1))
+    torch.func.vmap(look)(torch.ones(1))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(1))
+    torch.jit.trace(look, torch.ones(1), check_trace=False)
+    assert seen == [True, False, False, False, False]
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_pass_runs_on_its_tensors_device(current, monkeypatch):
     """Where there are several, the other one is made current for the time being; the right one is left alone."""

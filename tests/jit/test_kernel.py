@@ -465,3 +465,39 @@ def test_documentation_names_every_variable():
     found = set(re.findall(r'environ(?:\.get\(|\[)"(SONDE_[A-Z_]+)"', source)) - {"SONDE_COMMIT"}  # which is for benchmark records
     assert found >= {"SONDE_POLICY", "SONDE_CACHE_DIR"}
     assert all(f"| `{name}` |" in text for name in found)
+
+
+class Launcher:
+    """As Triton's: orders arguments for a C function, in this way or that."""
+
+    def __init__(self, order, scratch=0):
+        self.order, self.global_scratch_size, self.calls, self.got = order, scratch, 0, []
+        self.launch = lambda *args: self.got.append(args)
+
+    def __call__(self, x, y, z, stream, function, metadata, hook, *args):
+        self.calls += 1
+        self.launch(*self.order(x, y, z, stream, function, metadata, args))
+
+
+def test_a_launch_is_what_tritons_would_be():
+    """Whatever order a release has; where there is more to it than an order, its own launcher runs."""
+    orders = {
+        "flat": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, function, 0, None, metadata, *args),
+        "packed": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, function, metadata, "iO", args),
+        "other": lambda x, y, z, stream, function, metadata, args: (stream, x, y, z, function, *args),
+        "changed": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, *args, 0),
+        "counted": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, len(args)),
+    }
+    streams = iter(range(100))
+    for name, order in orders.items():
+        for scratch in (0, 16):
+            run = Launcher(order, scratch)
+            start = gpu.starter(run, (3, 2, 1), lambda: next(streams), ("f", "m", None), 2, (7, True))
+            assert run.got == []
+            for tensors in (("a", "b"), ("c", None)):
+                start(*tensors)
+                (got,) = run.got
+                stream = next(i for i in got if i not in (3, 2, 1)) if name == "other" else got[3]
+                assert got == order(3, 2, 1, stream, "f", "m", (*tensors, 7, True))
+                run.got.clear()
+            assert run.calls == (0 if name in ("flat", "packed") and not scratch else 2)

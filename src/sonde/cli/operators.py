@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-from ..op.checks import by_position
+from ..op.checks import by_position, parted
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class Operator:
     def function(self) -> Callable:
         """The public one; what it takes by keyword only comes by position here too, as the cases have it."""
         return by_position(getattr(self.module(), self.name))
+
+    def written(self, args: Sequence, impl: str) -> tuple[Callable, Sequence]:
+        """The same call as a user writes it, to be timed: the public function, options by keyword, and the rest."""
+        function = getattr(self.module(), self.name)
+        plain, options = parted(function)
+        return partial(function, **dict(zip(options, args[plain:])), impl=impl), args[:plain]
 
     @property
     def reference(self) -> Callable:

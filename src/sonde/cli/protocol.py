@@ -95,10 +95,16 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     del truth, out, part
 
     begin(f"{job}: timing")
-    phases: dict[str, dict[str, Callable]] = {"forward": {name: partial(_forward, call, args) for name, call in contenders.items()}}
+    direct, positional = operator.written(args, job.impl)
+    few, timed = {"sonde": len(positional)}, {**contenders, "sonde": direct}
+    phases: dict[str, dict[str, Callable]] = {
+        "forward": {name: partial(_forward, call, args[: few.get(name)]) for name, call in timed.items()}
+    }
     if job.backward:
-        both = {name: call for name, call in contenders.items() if "failed" not in figures[name]}
-        phases["forward_backward"] = {name: partial(forward_backward, call, asking, cotangent) for name, call in both.items()}
+        both = {name: call for name, call in timed.items() if "failed" not in figures[name]}
+        phases["forward_backward"] = {
+            name: partial(forward_backward, call, asking[: few.get(name)], cotangent) for name, call in both.items()
+        }
     fits = device.type == "cuda" and read <= torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(256 * timing.MIB, dtype=torch.uint8, device=device) if fits else None
     for phase, calls in phases.items():
@@ -234,9 +240,8 @@ _bandwidth = cache(timing.copy_bandwidth)
 def _host(operator: Operator, device: torch.device, impl: str, dtype: str, layout: str) -> dict:
     """Host time of a call on a tiny input, above ``torch.relu`` forward and above a bare ``autograd.Function`` with backward."""
     job = Job(operator, "", {}, device, impl, dtype, layout)
-    args = job.inputs(**operator.cases.SMALL["odd_sizes"])
+    call, args = operator.written(job.inputs(**operator.cases.SMALL["odd_sizes"]), impl)
     asking = leaves(args)
-    call = partial(operator.function, impl=impl)
     cotangent = torch.ones_like(call(*args))
     x = torch.ones(8, device=device)
     y = x.clone().requires_grad_()
@@ -249,6 +254,7 @@ def _host(operator: Operator, device: torch.device, impl: str, dtype: str, layou
         device,
     )
     return {
+        "least_of": timing.HOST_TURNS,
         "forward": {**forward, "above": forward["sonde"] - forward["torch.relu"]},
         "forward_backward": {**backward, "above": backward["sonde"] - backward["autograd.Function"]},
     }

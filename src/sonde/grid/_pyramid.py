@@ -18,7 +18,7 @@ INTEGERS = (torch.int64, torch.int32)
 LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
 Described = tuple[Tensor | None, Tensor | None, Sequence[int]]  # tensors, or (h, w, start) of each level
 
-_known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+_known: dict[Any, Described] = {}
 
 
 def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None) -> Described:
@@ -26,6 +26,13 @@ def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, size
 
     `dims` are the dimensions of the levels, ``"cams L"`` or ``"L"``, and `sizes` says how many there are, as the weights have it.
     """
+    try:
+        key = None if torch.compiler.is_compiling() else (dims, sizes, marshal.dumps((spatial_shapes, level_starts), 2))
+    except ValueError:  # something else than numbers
+        key = None
+    found = _known.get(key)  # bytes tell 1 from 1.0
+    if found is not None:
+        return found
     if not (_on_host(spatial_shapes) and _on_host(level_starts)):
         if isinstance(spatial_shapes, Tensor) and isinstance(level_starts, Tensor):
             return spatial_shapes, level_starts, ()
@@ -34,23 +41,17 @@ def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, size
             f"{name}: spatial_shapes and level_starts must both be tensors or both known on the host; got {' and '.join(kinds)}. "
             "Compute level_starts where spatial_shapes is, or pass spatial_shapes as a tuple of integers and level_starts=None"
         )
-    shapes, starts = (_listed(name, n, x) for n, x in (("spatial_shapes", spatial_shapes), ("level_starts", level_starts)))
-    try:
-        key = None if torch.compiler.is_compiling() else (dims, marshal.dumps((shapes, starts), 2))  # bytes tell 1 from 1.0
-    except ValueError:  # something else than numbers
-        key = None
-    found = _known.get(key)
-    if found is None:
-        found = _read(name, shapes, starts, dims)
-        if key:
-            remember(_known, key, found)
-    shape, levels = found
+    if isinstance(spatial_shapes, Tensor) or isinstance(level_starts, Tensor):
+        shapes, starts = (_listed(name, n, x) for n, x in (("spatial_shapes", spatial_shapes), ("level_starts", level_starts)))
+        return described(name, shapes, starts, dims, sizes)
+    shape, levels = _read(name, spatial_shapes, level_starts, dims)
     if sizes is not None and tuple(sizes) != shape and (levels or 0 not in sizes):
         expected = ", ".join(f"{letter}={size}" for letter, size in zip(dims.split(), sizes))
         raise ValueError(
             f"{name}: spatial_shapes must be [{', '.join(dims.split())}, 2] with {expected} (from weights); got {[*shape, 2]}"
         )
-    return None, None, levels
+    found = None, None, levels
+    return remember(_known, key, found) if key else found
 
 
 def check(name: str, argument: str, features: Tensor, described: Described, dims: str, counts: Sequence[int]) -> None:

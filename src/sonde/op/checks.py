@@ -64,9 +64,14 @@ def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
 
 def by_position(function: Callable) -> Callable:
     """`function` with what it takes by keyword only coming last, as cases have it; but for `impl`."""
-    known = inspect.signature(function).parameters.values()
-    plain = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-    options = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.name != "impl"]
+    plain, options = parted(function)
     if not options:
         return function
     return lambda *args, impl="auto": function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)
+
+
+def parted(function: Callable) -> tuple[int, list[str]]:
+    """How many arguments come by position, and what comes by keyword only; but for `impl`."""
+    known = inspect.signature(function).parameters.values()
+    options = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+    return len(known) - len(options), [name for name in options if name != "impl"]

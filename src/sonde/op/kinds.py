@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from ..jit import settings, token
 from . import plan
+from .cache import remember
 
 _TENSORS = {Tensor, torch.nn.Parameter}
 _remembered: list[dict] = []
@@ -24,20 +25,53 @@ _modes, _transforms, _profiled, _traced, _deterministic, _grad_enabled = (
     torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
     torch._C._get_tracing_state, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
 )  # fmt: skip
+_Guards = torch._C._dynamo.guards.TensorGuards
 _unfilled, _filled, _lock = 0, True, threading.Lock()
 
 
 class Kind:
     """What calls of one kind do."""
 
-    __slots__ = ("backward", "deterministic", "forward", "impl", "recorded", "settings", "values")
+    __slots__ = ("backward", "deterministic", "forward", "impl", "like", "recorded", "settings", "values")
 
     def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
         self.impl, self.deterministic, self.values = impl, deterministic, values
         self.forward = forward  # takes the operator's arguments
         self.recorded = recorded  # somebody may ask for gradients
         self.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
-        self.backward: dict[tuple, Callable] = {}  # by layouts: what takes gradients and arguments to the inputs' gradients
+        self.like: Callable[[Sequence], bool] = unlike  # whether arguments are of this kind
+        # by whose gradients are asked for: for tensors like which the last pass was, and what it did with them and the values
+        self.backward: dict[tuple, tuple[Callable, Callable]] = {}
+
+
+class Kinds:
+    """Those of an operator's calls that were met."""
+
+    def __init__(self) -> None:
+        self.known, self.latest = new(), new()
+
+    def find(self, impl: str, args: Sequence) -> tuple[tuple | None, Kind | None]:
+        """The key of such a call, if it has one and was asked for it, and its kind, if that is known."""
+        if heard():
+            return None, None
+        try:
+            first = impl, _deterministic(), _grad_enabled(), token(), args[0].shape
+            kind = self.latest.get(first)
+            if kind is not None and kind.like(args):
+                return None, kind
+            if watched():
+                return None, None
+            key = first, key_of(args)
+            kind = self.known.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # no shape, no memory, no strides, no hash
+            return None, None
+        if kind is not None:
+            self.latest[first] = kind
+        return key, kind
+
+    def add(self, key: tuple, args: Sequence, kind: Kind) -> None:
+        kind.like = like(args)
+        remember(self.latest, key[0], remember(self.known, key, kind))
 
 
 def new() -> dict:
@@ -81,30 +115,42 @@ def resolved(args: Sequence) -> tuple:
     return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
 
 
-def layouts(tensors: Sequence, asked: Sequence[bool]) -> tuple | None:
-    """What backward passes of one kind of call depend on, as what was saved may come back otherwise; None where none can tell."""
-    key: list = [asked]
-    try:
-        for x in tensors:
-            if type(x) in _TENSORS and not x.is_neg():
-                key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
-            elif x is not None:
-                return None
-    except RuntimeError:  # no strides, no memory
-        return None
-    return tuple(key)
+def like(args: Sequence) -> Callable[[Sequence], bool]:
+    """What tells whether others are of the kind that these are, and seen by no mode, no transform, no trace.
+
+    It takes a third of the time of a key: torch's compiler has a guard for the most of it.
+    """
+    tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+    others = [(i, type(x), x) for i, x in enumerate(args) if not isinstance(x, Tensor)]
+    sizes: Any = [list(args[i].shape) for i in tensors]
+    strides: Any = [list(args[i].stride()) for i in tensors]
+    alignment = [args[i].data_ptr() & 15 for i in tensors]
+    check = _Guards(*[args[i] for i in tensors], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def same(args: Sequence) -> bool:
+        found = [args[i] for i in tensors]
+        if not check(*found) or [x.data_ptr() & 15 for x in found] != alignment:
+            return False
+        return all([args[i] is x or (type(args[i]) is kind and args[i] == x) for i, kind, x in others])
+
+    def usual(args: Sequence) -> bool:
+        return check(*args) and not any([x.data_ptr() & 15 for x in args])
+
+    return same if others or any(alignment) else usual
+
+
+def unlike(args: Sequence) -> bool:
+    return False
+
+
+def heard() -> bool:
+    """Whether somebody listens without a trace in the arguments: a profiler, forward mode, a plan."""
+    return _profiled() or forward_ad._current_level >= 0 or plan.recording()
 
 
 def watched() -> bool:
-    """Whether somebody could tell an operator from its function: a mode, a transform, a profiler, a trace, a plan."""
-    return (
-        _modes() > 0 or _transforms() or _profiled() or _traced() is not None or forward_ad._current_level >= 0 or plan.recording()
-    )  # fmt: skip
-
-
-def circumstances() -> tuple:
-    """What decisions depend on beside the arguments."""
-    return _deterministic(), _grad_enabled(), token()
+    """Whether somebody could tell an operator from its function: those, or a mode, a transform, a trace."""
+    return heard() or _modes() > 0 or _transforms() or _traced() is not None
 
 
 def placed(function: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:

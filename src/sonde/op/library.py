@@ -20,11 +20,12 @@ from torch.autograd import forward_ad
 from ..jit import settings, token
 from . import kinds, plan
 from .cache import remember
-from .kinds import Kind, circumstances, forget, frozen, key_of, layouts, placed, plain, resolved, watched
+from .kinds import Kind, Kinds, forget, frozen, heard, like, placed, plain, resolved, unlike, watched
 
 __all__ = ["decide", "forget", "memory_format", "operator"]
 
 NAMESPACE = "sonde"
+_unknown: tuple[Callable, Callable] = (unlike, unlike)
 KERNELS = {"triton": "gpu", "numba": "cpu"}
 
 
@@ -90,7 +91,7 @@ def operator(
         return import_module(f"{package}.{KERNELS[impl]}")
 
     decisions: dict[tuple, Callable] = kinds.new()
-    known: dict[tuple, Kind] = kinds.new()
+    known = Kinds()
 
     def decided(impl: str, args: Sequence, deterministic: bool, needs: tuple = ()) -> Callable:
         """What a pass over these arguments does: the backward pass if there are `needs`."""
@@ -167,18 +168,18 @@ def operator(
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *kind.values, *found[n:]) if saved else (*grads, *found, *kind.values)
         twice = torch.is_grad_enabled()  # someone may differentiate again
-        key = None if twice or watched() else layouts((*grads, *found), asked)
-        act = kind.backward.get(key)
-        if act is not None:
+        same, act = kind.backward.get(asked, _unknown)
+        if same((*grads, *found)) and not twice and not heard():
             return act(*args)
+        quick = not twice and not watched()
         needs = tuple([asked[1 + i] for i in wanted])
         with settings.use(kind.settings):
-            if key is None:
+            if not quick or plain(args) is None:
                 out = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
                 return spread(lambda: [grad for grad, need in zip(out, needs) if need], needs)()
             act = spread(decided(kind.impl, args, kind.deterministic, needs), needs)
             out = act(*args)
-        remember(kind.backward, key, act)
+        kind.backward[asked] = like((*grads, *found)), act
         return out
 
     def spread(run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:
@@ -287,15 +288,9 @@ def operator(
             if impl == "reference" or forward_ad._current_level >= 0:
                 return reference(*args)
             return forward_op(*args, impl, deterministic)
-        key = None
-        if not watched():  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
-            try:
-                key = impl, circumstances(), key_of(args)
-                kind = known.get(key)
-            except (RuntimeError, TypeError):  # no memory, no strides, no hash
-                key = kind = None
-            if kind is not None:
-                return apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
+        key, kind = known.find(impl, args)
+        if kind is not None:  # nothing is asked twice of calls of one kind, and nothing goes through the dispatcher
+            return apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
         check(*args)
         deterministic = torch._C._get_deterministic_algorithms()
         impl, given, args = plan.choose(name, impl, args[0]), args, resolved(args)
@@ -310,7 +305,7 @@ def operator(
             return dispatched(*args, impl, deterministic)
         kind = Kind(impl, deterministic, args[n:], decided(impl, args, deterministic), recorded(args))
         out = apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
-        remember(known, key, kind)
+        known.add(key, args, kind)
         return out
 
     call.forward_op, call.backward_op, call.reference = forward_op, backward_op, reference  # type: ignore[attr-defined]
