@@ -8,12 +8,15 @@ complete, it puts a mark into its place, which :func:`value` reads.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..op.gpu import cdiv, launch
+from .. import jit
+from ..op.gpu import Launch, cdiv, launch
 
 FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
 BLOCK = 4096
@@ -39,15 +42,36 @@ def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
     return out
 
 
-def finish(sums: Tensor, low: Tensor | None, sizes: Tensor | None, digits: int, out: Tensor) -> Tensor:
-    """Sums ``[images, C, …]`` as numbers, into `out`, which may have its channels last where those have planes.
+class Finish(NamedTuple):
+    """Sums of images of `N` numbers and `C` channels."""
 
-    Sums are in fixed point if there are `sizes`.
+    images: int
+    C: int
+    N: int
+    digits: int
+    planes: bool  # each channel is a plane, and will be next to the others
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int
+
+
+def finishing(sums: Tensor, out: Tensor, fixed: bool = False, digits: int = 0) -> jit.Step:
+    """Makes numbers of sums ``[images, C, …]`` and rounds them: takes both, of which outlines are given here.
+
+    The result may have its channels last where the sums have planes. For sums in fixed point takes their second half, if any, and
+    the sizes of their images, too.
     """
     images, C, N = *sums.shape[:2], sums.numel() // max(1, sums.shape[0])
     planes = sums.stride(1) != 1 and out.stride(1) == 1 and C > 1
-    launch(_finish, (sums, low, sizes, out), (images * cdiv(N, BLOCK), 1, 1), (C, N, digits), (planes, BLOCK), 8)
-    return out
+    return jit.Step(finish, Finish(images, C, N, digits, planes), [0, 1, 2, 3] if fixed else [0, 1, None, None])
+
+
+def launch_finish(p: Finish, config: Config) -> Launch:
+    vector = 8 if p.N % 8 == 0 else 1
+    grid = (p.images * cdiv(p.N, config.block), 1, 1)
+    return Launch(grid, (p.C, p.N, p.digits), (p.planes, vector, config.block), config.num_warps)
 
 
 @triton.jit
@@ -143,15 +167,17 @@ def _largest(
 @triton.jit(do_not_specialize=["C", "N", "DIGITS"])
 def _finish(
     sums,  # [images, N]
+    out,  # [images, N]
     low,  # [images, N]
     largest,  # [images + 1]; None where sums are numbers already
-    out,  # [images, N]
     C,
     N,
     DIGITS,
     PLANES: tl.constexpr,  # sums are [images, C, N / C], and the result is [images, N / C, C]
+    VECTOR: tl.constexpr,  # N is a multiple of it
     BLOCK: tl.constexpr,
 ):
+    N = N // VECTOR * VECTOR  # tells the compiler
     blocks = tl.cdiv(N, BLOCK)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -161,3 +187,6 @@ def _finish(
         rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
         x = value(x, rest, tl.load(largest + b), DIGITS)
     tl.store(out + b * N + i, x.to(out.dtype.element_ty), mask=i < N)
+
+
+finish = jit.kernel(_finish, "grid.finish", default=lambda p: Config(BLOCK, 8), launch=launch_finish)

@@ -24,6 +24,7 @@ from ..op.dtypes import accumulator
 from ..op.gpu import outline, room, zeros
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
+from ._gpu_fixed import finishing
 from ._gpu_form_kernels import Problem, form, rows
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
 from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
@@ -52,8 +53,8 @@ class Pass(NamedTuple):
     segments: bool  # the images' gradient comes last, in a fixed order of additions
     unread: bool  # nothing reads the depths, whose gradient is asked for
     turn: jit.Step | None  # makes pixels of the images
-    back: jit.Step | None  # makes planes of the pixels that their gradient is summed in
-    rounds: bool  # their gradient is summed in another dtype
+    back: jit.Step | None  # makes their gradient of its sums, if those have another layout or dtype
+    room: Callable[[], Tensor]  # for that
 
 
 def decide(
@@ -110,16 +111,16 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
             assert of is not None
             results.append(Result(want, 5 + i, room(outline(shapes[i]), of, images.device), of))
     turn = into_pixels(images.shape, images.dtype) if layout == "padded" else None
-    summed = "images" in wants
-    back = into_planes(images.shape, wide, images.dtype) if summed and d_layout == "padded" else None
-    rounds = summed and back is None and images.dtype != wide
-    return Pass(
-        problem, tuple(copies), layout, d_layout, tuple(results), tuple(steps), by_segments, unread, turn, back, rounds
-    )  # fmt: skip
+    back, gradient = None, outline(images.shape, memory_format=memory_format(images, True))
+    if "images" in wants and d_layout == "padded":
+        back = into_planes(images.shape, wide, images.dtype)
+    elif "images" in wants and images.dtype != wide:
+        back = finishing(gradient, gradient)
+    new = room(gradient, images.dtype, images.device)
+    return Pass(problem, tuple(copies), layout, d_layout, tuple(results), tuple(steps), by_segments, unread, turn, back, new)
 
 
 def _run(this: Pass, T: list[Any]) -> list[Tensor]:
-    images = T[0]
     for i in this.copies:
         T[i] = T[i].contiguous()
     if this.turn is not None:
@@ -134,14 +135,10 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     if this.segments:
         T[0] = None  # read no more: make room
         images_gradient(this.problem, *T[1:6])
-    if this.back is not None or this.rounds:
-        T[:5] = [None] * 5  # read no more, copies too
     if this.back is not None:
-        planes = images.new_empty(images.shape)
-        this.back((T[5], planes, None))
-        T[5] = planes
-    elif this.rounds:
-        T[5] = T[5].to(images.dtype)
+        T[:5] = [None] * 5  # read no more, copies too
+        sums, T[5] = T[5], this.room()
+        this.back((sums, T[5], None))
     return [T[result.place] for result in this.results]
 
 
@@ -166,7 +163,7 @@ def plan(
     pixels = this.problem.B * this.problem.H * this.problem.W
     room = sum(sizes[i] for i in this.copies)
     gradient = 0  # the buffer that the gradient of the images is summed in, if it is not the result itself
-    if this.back is not None or this.rounds:
+    if this.back is not None:
         gradient = pixels * (this.problem.d_stride if this.d_layout == "padded" else this.problem.C) * wide.itemsize
 
     def kernel(name: str, writes: Sequence[str], promise: Determinism, workspace: int, *chosen: Any) -> Kernel:
@@ -191,8 +188,8 @@ def plan(
         found.append(kernel(last, [names["images"]], Determinism.RUN_TO_RUN, room))
     if gradient:  # it becomes the result when all else is gone
         found = [replace(k, workspace=max(0, k.workspace + gradient - sizes[0])) for k in found]
-        back = transpose.title if this.d_layout == "padded" else "torch.Tensor.to"
-        found.append(kernel(back, [], Determinism.BATCH_INVARIANT, gradient))
+        assert this.back is not None
+        found.append(kernel(this.back.kernel.title, [], Determinism.BATCH_INVARIANT, gradient))
     if this.unread:
         found.append(kernel("torch.zero_", [names["depths"]], Determinism.BATCH_INVARIANT, 0))
     return found

@@ -19,6 +19,7 @@ from ..op.cache import remember
 from ..op.dtypes import accumulator
 from ..op.gpu import outline, room, zeros
 from ..op.plan import Determinism, Kernel
+from ._gpu_fixed import finishing
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
 from ._gpu_pyramid_segments import Problem as Segments
 from ._gpu_pyramid_segments import launches, rows_gradient, workspace
@@ -56,6 +57,8 @@ class Backward(NamedTuple):
     rooms: tuple[Callable[[], Tensor] | None, ...]  # for the gradients of features (zeros), locations and weights
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
     step: jit.Step | None
+    back: jit.Step | None  # rounds the features' gradient
+    room: Callable[[], Tensor]  # for that
     segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
     soft: bool
     wide: torch.dtype
@@ -158,8 +161,9 @@ def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
         found[0] = torch.empty(size, dtype=dtype, device=grad.device)
         rows_gradient(this.segments, tables[0], tables[1], locations, weights, grad, found[0])
     del locations, weights, grad
-    if found[0] is not None and this.wide != dtype:
-        found[0] = found[0].to(dtype)
+    if this.back is not None:
+        sums, found[0] = found[0], this.room()
+        this.back((sums, found[0], None))
     return [d for d in found if d is not None]
 
 
@@ -182,7 +186,12 @@ def prepare_backward(
     others = [room(outline(t.shape), t.dtype, t.device) for t in (locations, weights)]
     sums = zeros(outline(features.shape), wide, features.device)
     rooms = tuple(new if i in wants else None for i, new in enumerate((sums, *others)))
-    return Backward(known, [], tuple(copies), rooms, wants, step, segments, by_segments and op.soft and flag, wide)
+    same = outline(features.shape)
+    back, new = (
+        finishing(same, same) if 0 in wants and features.dtype != wide else None,
+        room(same, features.dtype, features.device),
+    )
+    return Backward(known, [], tuple(copies), rooms, wants, step, back, new, segments, by_segments and op.soft and flag, wide)
 
 
 def plan(
@@ -216,7 +225,7 @@ def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kerne
     features, shapes, starts, locations, weights, grad = T
     copied, result = _bytes(T, this.copies), features.numel() * features.element_size()
     atomic = 0 in this.wants
-    buffer = features.numel() * this.wide.itemsize if atomic and features.dtype != this.wide else 0
+    buffer = 0 if this.back is None else features.numel() * this.wide.itemsize
     if this.step is not None:
         dtypes = [grad.dtype, features.dtype, *_table_dtypes(this.levels, shapes, starts), locations.dtype, weights.dtype]
         dtypes += [this.wide, locations.dtype, weights.dtype]
@@ -224,8 +233,8 @@ def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kerne
         room = max(0, copied + buffer - later)
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
         add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *this.step.chosen(dtypes, features.device))
-    if buffer:
-        add("torch.Tensor.to", (), Determinism.BATCH_INVARIANT, buffer)
+    if this.back is not None:
+        add(this.back.kernel.title, (), Determinism.BATCH_INVARIANT, buffer)
     if this.segments is not None:
         room = _bytes(T, [i for i in this.copies if i]) + workspace(this.segments)
         if this.soft:

@@ -18,7 +18,7 @@ from ...op.library import memory_format
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_gather as gathers
 from .._gpu_axes import MODES, PADDINGS, TAPS
-from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finish, largest
+from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finishing, largest
 from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 from .._reference import joint_batch
 from .gpu_kernels import gradients, problem, sample, units
@@ -44,7 +44,7 @@ class Backward(NamedTuple):
     copy_grad: bool
     wants: tuple[str, ...]  # of the kernel that has both gradients
     turn: jit.Step | None
-    back: jit.Step | None  # from the pixels that the gradient of the input is summed in
+    back: jit.Step | None  # makes the gradient of the input of its sums, if those have another layout or dtype
     step: jit.Step | None
     marks: tuple[jit.Step, ...]  # of sums in fixed point, so that their order does not matter
     gather: gathers.Problem | None  # of sums in a fixed order, in place of those
@@ -54,6 +54,7 @@ class Backward(NamedTuple):
     wide: torch.dtype
     of_input: Callable[[], Tensor]  # zeros to add to
     of_grid: Callable[[], Tensor]  # room for its gradient
+    room: Callable[[], Tensor]  # for what is made of sums
 
 
 def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Callable[..., Tensor]:
@@ -138,7 +139,10 @@ def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options
     repeated, sums = grid.shape[0] != B, torch.int64 if fixed else wide
     summed = outline([pixels_room(input.shape, sums)]) if back else outline(input.shape, memory_format=_summed_in(input))
     of_grid = room(outline((B, *grid.shape[1:])), wide if repeated else grid.dtype, grid.device)
-    rooms = zeros(summed, sums, input.device), of_grid
+    gradient = outline(input.shape, memory_format=memory_format(input, True))
+    if "input" in wants and not through and (fixed or input.dtype != wide or summed.stride() != gradient.stride()):
+        back = finishing(summed, gradient, fixed, units(what) if fixed else 0)
+    rooms = zeros(summed, sums, input.device), of_grid, room(gradient, input.dtype, input.device)
     copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
     return Backward(*copies, wants, turn, back, step, marks, gather, rows, repeated, no_slope, wide, *rooms)
 
@@ -214,31 +218,15 @@ def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Ten
     if d_grid is not None and this.repeated:
         n = grid.shape[0]
         d_grid = d_grid.view(n, this.step.problem.B // max(1, n), *grid.shape[1:]).sum(1).to(grid.dtype)
-    if d_input is not None:
-        d_input = _finished(this, input, d_input, low, most)
+    if d_input is not None and this.back is not None:
+        sums, d_input = d_input, this.room()
+        this.back((sums, d_input, low, most, None))
     return d_input, d_grid
 
 
 def _summed_in(input: Tensor) -> torch.memory_format:
     """The layout that its gradient is summed in, if not by way of pixels: few channels are added plane by plane."""
     return torch.contiguous_format if input.shape[1] < 4 else memory_format(input, True)
-
-
-def _finished(this: Backward, input: Tensor, sums: Tensor, low: Tensor | None, most: Tensor | None) -> Tensor:
-    """The gradient of the input, laid out and rounded as that is."""
-    if this.back is not None:
-        planes = input.new_empty(input.shape)
-        this.back((sums, planes, low, most, None))
-        return planes
-    if not _finishes(this, input):
-        return sums
-    digits = units(this.step.problem) if this.step else 0
-    return finish(sums, low, most, digits, torch.empty_like(input, memory_format=memory_format(input, True)))
-
-
-def _finishes(this: Backward, input: Tensor) -> bool:
-    """Whether sums are not yet the gradient."""
-    return bool(this.marks) or input.dtype != this.wide or _summed_in(input) != memory_format(input, True)
 
 
 def plan(
@@ -285,9 +273,7 @@ def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> li
         if this.repeated and "grid" in this.wants:
             add("torch.sum", (), Determinism.RUN_TO_RUN, room)
         if this.back is not None and this.gather is None:
-            add(transpose.title, (), same, after)
-        elif "input" in this.wants and _finishes(this, input):
-            add("_finish", (), same, after)
+            add(this.back.kernel.title, (), same, after)
     if this.gather is not None:
         room, after = (copy + x for x in _gather_bytes(this, this.gather, input))
         if this.rows is not None:
@@ -310,10 +296,10 @@ def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
     copy = pixels * pixel_stride(C, itemsize) * itemsize if this.turn is not None else 0
     if this.gather is not None:  # the gradient of the input comes later
         return max(0, room + copy - result), room
-    if "input" not in this.wants or (this.back is None and not _finishes(this, input)):
+    if this.back is None:
         return room, room
     each = 8 if this.marks else wide
-    buffer = pixels * (pixel_stride(C, each) if this.back is not None else C) * each
+    buffer = pixels * (pixel_stride(C, each) if this.back.kernel is transpose else C) * each
     if this.marks:
         buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
     return max(0, room + buffer + copy - result), room + buffer
