@@ -819,6 +819,7 @@ def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
 def test_errors_name_what_is_wrong(operator, target, monkeypatch):
     """Not a tensor, integers, complex, sparse, another device, too many or too few dimensions: nothing is launched."""
     args = tiny(operator, target)
+    operator.function(*args)  # one that is right comes first, and is remembered
     seen = spy(monkeypatch, operator, target.impl)
     for i in tensors(args):
         name = operator.arguments[i]
@@ -833,6 +834,8 @@ def test_errors_name_what_is_wrong(operator, target, monkeypatch):
         refused(operator, wrong(args[i].to("meta")), "meta", target.device, kind=ValueError)
         with pytest.raises(TypeError, match=name):
             operator.function(*wrong(args[i].to_sparse()))
+        with pytest.raises(TypeError, match=f"{name}.*nested"):
+            operator.function(*wrong(torch.nested.nested_tensor(list(args[i]))))
     assert not seen
 
 

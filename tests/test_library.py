@@ -386,6 +386,7 @@ OTHERS = {
     "zeros without memory": (0, torch._efficientzerotensor(2, 3, 4)),
     "sparse": (0, torch.zeros(2, 3, 4).to_sparse()),
     "device": (0, torch.zeros(2, 3, 4, device="meta")),
+    "nested": (0, torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])),
     "type": (0, torch.nn.Parameter(torch.zeros(2, 3, 4), requires_grad=False)),
     "of NumPy": (0, np.zeros((2, 3, 4), np.float32)),
     "something for nothing": (1, torch.zeros(1)),
@@ -409,6 +410,15 @@ def test_a_guard_tells_kinds_apart(what):
         like = kinds.like(OF_A_KIND[:1])
         assert like(OF_A_KIND[:1])
         assert not like([other])
+
+
+def test_a_guard_takes_what_comes_twice():
+    """As points do that look for their own neighbours; then it must come twice again."""
+    x, y = torch.zeros(2, 3), torch.zeros(2, 3)
+    like = kinds.like([x, 1, x])
+    assert like([y, 1, y])
+    assert not like([x, 1, y])
+    assert not kinds.like([x, 1, y])([x, 1, x])
 
 
 def test_a_guard_sees_who_watches():

@@ -5,9 +5,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
 from helpers import Operator, Target, assert_agrees, poisoned, redzone, replaced, value_and_grads
+from sonde.grid import _pyramid
 from sonde.grid.ms_deform_attn.api import _ms_deform_attn
 
 try:
@@ -253,6 +255,18 @@ def test_tensors_stay_tensors_in_a_graph(impl):
             compiled(moved, sizes, starts.flip(0) + starts.new_tensor([13, 0]), locations, weights, logits), want
         )
     torch._dynamo.reset()
+
+
+def test_traces_leave_nothing_behind():
+    """Sizes of a trace are symbols or tensors: no part of what is remembered of levels."""
+    args = make(Target("numba"), torch.float32)
+    function = lambda value, locations, weights: sonde.ms_deform_attn(value, args[1], None, locations, weights, impl="reference")
+    given = [args[0], *args[3:5]]
+    want = function(*given)
+    torch.testing.assert_close(make_fx(function, tracing_mode="symbolic")(*given)(*given), want)
+    before = dict(_pyramid._known)
+    torch.testing.assert_close(torch.jit.trace(function, given)(*given), want)
+    assert _pyramid._known == before
 
 
 # ---- hypothesis ---------------------------------------------------------------------------------------------------------------

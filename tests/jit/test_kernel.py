@@ -487,6 +487,7 @@ def test_a_launch_is_what_tritons_would_be():
         "other": lambda x, y, z, stream, function, metadata, args: (stream, x, y, z, function, *args),
         "changed": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, *args, 0),
         "counted": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, len(args)),
+        "read": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, function, args[0] + ""),
     }
     streams = iter(range(100))
     for name, order in orders.items():

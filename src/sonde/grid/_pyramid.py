@@ -26,11 +26,13 @@ def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, size
 
     `dims` are the dimensions of the levels, ``"cams L"`` or ``"L"``, and `sizes` says how many there are, as the weights have it.
     """
-    try:
+    try:  # bytes tell 1 from 1.0
         key = None if torch.compiler.is_compiling() else (dims, sizes, marshal.dumps((spatial_shapes, level_starts), 2))
+        if sizes and False in [type(n) is int for n in sizes]:  # something of a trace
+            key = None
     except ValueError:  # something else than numbers
         key = None
-    found = _known.get(key)  # bytes tell 1 from 1.0
+    found = _known.get(key)
     if found is not None:
         return found
     if not (_on_host(spatial_shapes) and _on_host(level_starts)):

@@ -30,6 +30,8 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
                 f"{name}: {argument} must be float16, bfloat16, float32 or float64; got {tensor.dtype}. "
                 f"Convert it, for example with {argument}.float()"
             )
+        if tensor.is_nested:
+            raise TypeError(f"{name}: {argument} must be a dense tensor; got a nested one. Use {argument}.to_padded_tensor(0)")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: {argument} must be a dense tensor; got {tensor.layout}. Use {argument}.to_dense()")
         if device is None:

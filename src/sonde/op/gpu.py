@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -59,11 +60,12 @@ def starter(run: Any, grid: tuple, stream: Callable[[], int], about: tuple, coun
     """
     now, marks = object(), [object() for _ in range(count)]
     seen: list[tuple] = []
-    if hasattr(run, "launch") and not any(size for name, size in vars(run).items() if name.endswith("scratch_size")):
-        spy = copy.copy(run)
-        spy.launch = lambda *args: seen.append(args)
-        spy(*grid, now, *about, *marks, *rest)
-    if seen and seen[0][:4] == (*grid, now):
+    with suppress(AttributeError, TypeError, ValueError):  # it may look into its arguments
+        if not any(size for name, size in vars(run).items() if name.endswith("scratch_size")):
+            spy = copy.copy(run)
+            spy.launch = lambda *args: seen.append(args)
+            spy(*grid, now, *about, *marks, *rest)
+    if len(seen) == 1 and seen[0][:4] == (*grid, now):
         found, given, begin = seen[0][4:], (*marks, *rest), run.launch
         flat, packed = found[: -len(given)], found[:-1]
         if found == (*flat, *given):

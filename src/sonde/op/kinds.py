@@ -39,9 +39,9 @@ class Kind:
         self.forward = forward  # takes the operator's arguments
         self.recorded = recorded  # somebody may ask for gradients
         self.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
-        self.like: Callable[[Sequence], bool] = unlike  # whether arguments are of this kind
-        # by whose gradients are asked for: for tensors like which the last pass was, and what it did with them and the values
-        self.backward: dict[tuple, tuple[Callable, Callable]] = {}
+        self.like: Callable[[Sequence], bool] = lambda args: False  # whether arguments are of this kind
+        # by whose gradients are asked for: for tensors like which the last passes were, and what they did with these and the values
+        self.backward: dict[tuple, tuple[tuple[Callable, Callable], ...]] = {}
 
 
 class Kinds:
@@ -118,9 +118,14 @@ def resolved(args: Sequence) -> tuple:
 def like(args: Sequence) -> Callable[[Sequence], bool]:
     """What tells whether others are of the kind that these are, and seen by no mode, no transform, no trace.
 
-    It takes a third of the time of a key: torch's compiler has a guard for the most of it.
+    It takes a third of the time of a key: torch's compiler has a guard for the most of it. When in doubt it says no.
     """
-    tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+    first: dict[int, int] = {}  # places of each thing
+    same_as = [first.setdefault(id(x), i) for i, x in enumerate(args)]
+    tensors = [
+        i for i, x in enumerate(args) if isinstance(x, Tensor) and same_as[i] == i
+    ]  # the guard knows nothing that comes twice
+    again = [(i, j) for i, j in enumerate(same_as) if i != j and isinstance(args[i], Tensor)]
     others = [(i, type(x), x) for i, x in enumerate(args) if not isinstance(x, Tensor)]
     sizes: Any = [list(args[i].shape) for i in tensors]
     strides: Any = [list(args[i].stride()) for i in tensors]
@@ -128,19 +133,21 @@ def like(args: Sequence) -> Callable[[Sequence], bool]:
     check = _Guards(*[args[i] for i in tensors], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def same(args: Sequence) -> bool:
-        found = [args[i] for i in tensors]
-        if not check(*found) or [x.data_ptr() & 15 for x in found] != alignment:
+        return (
+            usual([args[i] for i in tensors], alignment)
+            and all([args[i] is args[j] for i, j in again])
+            and all([args[i] is x or (type(args[i]) is kind and args[i] == x) for i, kind, x in others])
+        )
+
+    def usual(args: Sequence, alignment: Sequence[int] = alignment) -> bool:
+        try:
+            if True in [x.is_nested for x in args]:  # at these the guard ends the process
+                return False
+        except AttributeError:  # no tensor
             return False
-        return all([args[i] is x or (type(args[i]) is kind and args[i] == x) for i, kind, x in others])
+        return check(*args) and [x.data_ptr() & 15 for x in args] == alignment
 
-    def usual(args: Sequence) -> bool:
-        return check(*args) and not any([x.data_ptr() & 15 for x in args])
-
-    return same if others or any(alignment) else usual
-
-
-def unlike(args: Sequence) -> bool:
-    return False
+    return same if others or again else usual
 
 
 def heard() -> bool:

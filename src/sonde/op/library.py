@@ -20,12 +20,11 @@ from torch.autograd import forward_ad
 from ..jit import settings, token
 from . import kinds, plan
 from .cache import remember
-from .kinds import Kind, Kinds, forget, frozen, heard, like, placed, plain, resolved, unlike, watched
+from .kinds import Kind, Kinds, forget, frozen, heard, like, placed, plain, resolved, watched
 
 __all__ = ["decide", "forget", "memory_format", "operator"]
 
 NAMESPACE = "sonde"
-_unknown: tuple[Callable, Callable] = (unlike, unlike)
 KERNELS = {"triton": "gpu", "numba": "cpu"}
 
 
@@ -168,9 +167,10 @@ def operator(
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *kind.values, *found[n:]) if saved else (*grads, *found, *kind.values)
         twice = torch.is_grad_enabled()  # someone may differentiate again
-        same, act = kind.backward.get(asked, _unknown)
-        if same((*grads, *found)) and not twice and not heard():
-            return act(*args)
+        if not twice and not heard():
+            for same, act in kind.backward.get(asked, ()):
+                if same((*grads, *found)):
+                    return act(*args)
         quick = not twice and not watched()
         needs = tuple([asked[1 + i] for i in wanted])
         with settings.use(kind.settings):
@@ -179,7 +179,7 @@ def operator(
                 return spread(lambda: [grad for grad, need in zip(out, needs) if need], needs)()
             act = spread(decided(kind.impl, args, kind.deterministic, needs), needs)
             out = act(*args)
-        kind.backward[asked] = like((*grads, *found)), act
+        kind.backward[asked] = ((like((*grads, *found)), act), *kind.backward.get(asked, ())[:3])
         return out
 
     def spread(run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:

@@ -60,7 +60,7 @@ def arguments(features: Any, spatial_shapes: Any, level_starts: Any, locations: 
                 f"got {type(spatial_shapes).__name__} and {type(level_starts).__name__}"
             )
         features, spatial_shapes, level_starts = pyramid.feature_maps_format(NAME, features)
-    sizes = weights.shape[3:5] if isinstance(weights, Tensor) and weights.ndim == 6 else None
+    sizes = weights.shape[3:5] if isinstance(weights, Tensor) and weights.ndim == 6 and not weights.is_nested else None
     shapes, starts, levels = pyramid.described(NAME, spatial_shapes, level_starts, "cams L", sizes)
     return features, shapes, starts, locations, weights, levels, outside == "drop"
 

@@ -43,7 +43,7 @@ def arguments(value: Any, spatial_shapes: Any, level_starts: Any, locations: Any
     """Of the schema, from those of the public function."""
     if not isinstance(logits, bool):
         raise TypeError(f"{NAME}: logits must be True or False; got {logits!r}")
-    sizes = weights.shape[3:4] if isinstance(weights, Tensor) and weights.ndim == 5 else None
+    sizes = weights.shape[3:4] if isinstance(weights, Tensor) and weights.ndim == 5 and not weights.is_nested else None
     shapes, starts, levels = pyramid.described(NAME, spatial_shapes, level_starts, "L", sizes)
     return value, shapes, starts, locations, weights, levels, logits
 
