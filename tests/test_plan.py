@@ -124,12 +124,16 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
     with deterministic(mode):
         plan = sonde.explain(operator.call(target), *args)
         out = operator.call(target)(*args)
-        torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
+        cotangent = torch.empty_like(out).copy_(cotangents([out])[0])  # laid out as the result is, as plans have it
+        torch.autograd.grad(out, [args[i] for i in floats(args)], cotangent)
     for phase, launched in zip(("forward", "backward"), found, strict=True):
         used = launched.peak - launched.returned
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
         assert used <= 1.05 * claimed + 8192, f"{phase} takes {used}, the plan says {claimed}"
-        if target.impl == "triton":  # what Numba's kernels take for themselves is not seen here
+        seen = target.impl == "triton" and not (
+            operator.lists and "torch.sort" in [k.name for k in plan.kernels if k.phase == phase]
+        )
+        if seen:  # what Numba's kernels, and torch.sort, take for themselves is not seen here
             assert claimed <= 1.5 * used + 8192, f"{phase} takes {used}, the plan says {claimed}"
 
 

@@ -121,10 +121,10 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
 
 
 def _run(this: Pass, T: list[Any]) -> list[Tensor]:
+    if this.turn is not None:  # first, as the images may have to be copied for it
+        T[0] = turned(this.turn, T[0].contiguous())
     for i in this.copies:
         T[i] = T[i].contiguous()
-    if this.turn is not None:
-        T[0] = turned(this.turn, T[0])
     T += (None,) * 6  # for the derivatives, and for nothing
     for _, i, new, _ in this.results:
         T[i] = new()
@@ -171,8 +171,9 @@ def plan(
 
     found = []
     if this.layout == "padded":
-        room += pixels * this.problem.stride * images.element_size() - (sizes[0] if 0 in this.copies else 0)
-        found.append(kernel(transpose.title, [], Determinism.BATCH_INVARIANT, room))
+        padded, copy = pixels * this.problem.stride * images.element_size(), sizes[0] if 0 in this.copies else 0
+        room += padded - copy
+        found.append(kernel(transpose.title, [], Determinism.BATCH_INVARIANT, padded + copy))
     dtypes = [None if t is None else t.dtype for t in T] + [None] * 5
     for result in this.results:
         dtypes[result.place] = result.dtype

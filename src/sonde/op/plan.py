@@ -66,7 +66,7 @@ class Kernel:
     writes: tuple[str, ...]
     accumulator: torch.dtype
     determinism: Determinism
-    workspace: int = 0  # bytes beyond inputs and results
+    workspace: int = 0  # bytes beyond inputs and results; of gradients of results that are laid out as these are
     phase: Literal["forward", "backward"] = "forward"
     config: str = ""  # the configuration that runs, where there are several
     origin: str = ""  # and where it comes from: tuned, shipped, default or fixed
