@@ -120,12 +120,10 @@ def like(args: Sequence) -> Callable[[Sequence], bool]:
 
     It takes a third of the time of a key: torch's compiler has a guard for the most of it. When in doubt it says no.
     """
-    first: dict[int, int] = {}  # places of each thing
-    same_as = [first.setdefault(id(x), i) for i, x in enumerate(args)]
-    tensors = [
-        i for i, x in enumerate(args) if isinstance(x, Tensor) and same_as[i] == i
-    ]  # the guard knows nothing that comes twice
-    again = [(i, j) for i, j in enumerate(same_as) if i != j and isinstance(args[i], Tensor)]
+    first: dict[int, int] = {}
+    place = [first.setdefault(id(x), i) for i, x in enumerate(args)]  # where each came first: the guard takes nothing twice
+    tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] == i]
+    again = [(i, place[i]) for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] != i]
     others = [(i, type(x), x) for i, x in enumerate(args) if not isinstance(x, Tensor)]
     sizes: Any = [list(args[i].shape) for i in tensors]
     strides: Any = [list(args[i].stride()) for i in tensors]
