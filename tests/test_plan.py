@@ -130,10 +130,9 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
         used = launched.peak - launched.returned
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
         assert used <= 1.05 * claimed + 8192, f"{phase} takes {used}, the plan says {claimed}"
-        seen = target.impl == "triton" and not (
-            operator.lists and "torch.sort" in [k.name for k in plan.kernels if k.phase == phase]
-        )
-        if seen:  # what Numba's kernels, and torch.sort, take for themselves is not seen here
+        sorts = operator.lists and "torch.sort" in [k.name for k in plan.kernels if k.phase == phase]
+        # what Numba's kernels take for themselves is not seen here, nor what torch.sort takes of the many pairs of a device's test
+        if target.impl == "triton" and (target.interpreted or not sorts):
             assert claimed <= 1.5 * used + 8192, f"{phase} takes {used}, the plan says {claimed}"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import jit
 from ..op.gpu import Launch, cdiv
-from ._gpu_fixed import value
+from ._gpu_fixed import Config, value
 
 FEW = 1 << 17
 
@@ -80,11 +80,6 @@ class Transpose(NamedTuple):
     source: torch.dtype
     to: torch.dtype
     digits: int = 0
-
-
-class Config(NamedTuple):
-    block: int
-    num_warps: int
 
 
 def default_config(problem: Transpose) -> Config:

@@ -1,7 +1,7 @@
 """Kinds of calls: what is decided at the first call of a kind is done by all of them, and nothing is asked twice.
 
-An eager call of a small operator is all host time, so this is written for speed: a key of plain values, one look into a
-dictionary, and no function between there and the launch that need not be.
+An eager call of a small operator is all host time, so this is written for speed: a guard of torch's own for calls like the last
+one, else a key of plain values and one look into a dictionary, and no function between there and the launch that need not be.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def like(args: Sequence) -> Callable[[Sequence], bool]:
 
     def same(args: Sequence) -> bool:
         return (
-            usual([args[i] for i in tensors], alignment)
+            usual([args[i] for i in tensors])
             and all([args[i] is args[j] for i, j in again])
             and all([args[i] is x or (type(args[i]) is kind and args[i] == x) for i, kind, x in others])
         )
 
-    def usual(args: Sequence, alignment: Sequence[int] = alignment) -> bool:
+    def usual(args: Sequence) -> bool:
         try:
             if True in [x.is_nested for x in args]:  # at these the guard ends the process
                 return False

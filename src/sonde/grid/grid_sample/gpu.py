@@ -54,7 +54,7 @@ class Backward(NamedTuple):
     wide: torch.dtype
     of_input: Callable[[], Tensor]  # zeros to add to
     of_grid: Callable[[], Tensor]  # room for its gradient
-    room: Callable[[], Tensor]  # for what is made of sums
+    room: Callable[[], Tensor]  # for the gradient of the input, where it is not what it was summed in
 
 
 def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Callable[..., Tensor]:
@@ -174,13 +174,13 @@ def _gathered(this: Backward, grad: Tensor, input: Tensor, points: Tensor) -> Te
     assert this.gather is not None
     rows = grad if this.rows is None else turned(this.rows, grad.contiguous())
     if this.back is None:
-        out = torch.empty_like(input, memory_format=memory_format(input, True))
+        out = this.room()
         gathers.gather(this.gather, rows, points, out)
         return out
     pixels = input.new_empty(pixels_room(input.shape, input.dtype))
     gathers.gather(this.gather, rows, points, pixels)
     del rows
-    planes = input.new_empty(input.shape)
+    planes = this.room()
     this.back((pixels, planes, None))
     return planes
 
