@@ -55,9 +55,9 @@ def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     images, samples, weights = Operator.find("grid.sample_sum").make("wide", device=triton_target.device)
     B, C, H, W = images.shape
-    problem = kernels.Problem(B, H, W, *samples.shape[1:3], C, 1, 0, weights.shape[1], 0, torch.float32, False, True)
+    problem = kernels.Problem(B, H, W, *samples.shape[1:3], C, 1, 1, weights.shape[1], 0, torch.float32, False, True)
     out = torch.empty(*weights.shape[:3], C, device=images.device)
-    trials = bench.Bench(kernels.rows, problem, [images, samples, weights, out])
+    trials = bench.Bench(kernels.rows, problem, [images, samples, weights, out, torch.empty_like(images)])
     assert trials.trial(kernels.rows_config(problem), None)[1] is None
     real = kernels.rows.launch
     short = lambda p, c: (launch := real(p, c))._replace(grid=(launch.grid[0], launch.grid[1] - 1, 1))  # noqa: E731

@@ -93,19 +93,21 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     int64 = FORCE_INT64 or H * W * max(C, strides[layout], d_strides[d_layout]) >= 2**31
     d_stride = d_strides[d_layout] if "images" in wants else 0
     problem = Problem(B, H, W, Q, D, C, strides[layout], d_stride, heads, octaves, wide, int64, coef is not None)
+    clears = "rows" in wants and "images" in together and B * Q > 0  # a launch less, if there is one
     steps = []
+    if "rows" in wants:  # first: it may clear what the other adds to
+        takes = [0, 1, 2, 5 + OPERANDS.index("rows"), 5 if clears else None]
+        steps.append(jit.Step(rows, problem if clears else problem._replace(d_stride=0), takes))
     if together:  # derivatives come after the operands, in the same order
         written = [5 + OPERANDS.index(name) if name in together else None for name in ("images", "samples", "coef", "depths")]
         takes = [i if t is not None else None for i, t in enumerate(T)] + written
         steps.append(jit.Step(form, problem if "images" in together else problem._replace(d_stride=0), takes))
-    if "rows" in wants:
-        steps.append(jit.Step(rows, problem._replace(d_stride=0), [0, 1, 2, 5 + OPERANDS.index("rows")]))
     shapes = ((B, C, H, W), (B, Q, D, 2), (B, heads, Q, D), (B, heads, Q, C - 2 * octaves), (B, Q, D))
     results = []
     for want in wants:
         i = OPERANDS.index(want)
         if want == "images":
-            results.append(Result(want, 5, _sums(images, d_layout, wide, by_segments), wide))
+            results.append(Result(want, 5, _sums(images, d_layout, wide, by_segments, clears), wide))
         else:
             of = dtype if T[i] is None else T[i].dtype  # type: ignore[union-attr]
             assert of is not None
@@ -142,13 +144,14 @@ def _run(this: Pass, T: list[Any]) -> list[Tensor]:
     return [T[result.place] for result in this.results]
 
 
-def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) -> Callable[[], Tensor]:
-    """Makes room for the gradient of the images; segments will write every element, atomics add."""
+def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool, cleared: bool) -> Callable[[], Tensor]:
+    """Makes room for the gradient of the images; segments will write every element, atomics add, to what is `cleared` or zeros."""
     if layout == "padded" and by_segments:
         return partial(empty_pixels, images.shape, wide, images.device)
+    like = outline(images.shape, memory_format=memory_format(images, True))
     if layout == "padded":
-        return zeros(outline([pixels_room(images.shape, wide)]), wide, images.device)
-    return (room if by_segments else zeros)(outline(images.shape, memory_format=memory_format(images, True)), wide, images.device)
+        like = outline([pixels_room(images.shape, wide)])
+    return (room if by_segments or cleared else zeros)(like, wide, images.device)
 
 
 def plan(
@@ -178,8 +181,8 @@ def plan(
     for result in this.results:
         dtypes[result.place] = result.dtype
     for step in this.steps:
-        writes = [names[OPERANDS[i - 5]] for i in step.takes if i is not None and i >= 5]
-        atomic = 5 in step.takes
+        atomic = step.kernel is form and 5 in step.takes
+        writes = [names[OPERANDS[i - 5]] for i in step.takes if i is not None and i >= (5 if atomic else 6)]
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
         found.append(kernel(step.kernel.title, writes, promise, room, *step.chosen(dtypes, images.device)))
     if this.segments:  # which need the images no more

@@ -100,7 +100,7 @@ def launch_form(p: Problem, config: Config) -> Launch:
 
 def launch_rows(p: Problem, config: Config) -> Launch:
     grid = (p.B * cdiv(p.Q, config.block_q), cdiv(_tiles(p), config.tiles), 1)
-    return Launch(grid, (p.H, p.W, p.Q, p.D), _constants(p, config), config.num_warps)
+    return Launch(grid, (p.H, p.W, p.Q, p.D), (*_constants(p, config), p.d_stride), config.num_warps)
 
 
 def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *results) -> dict[int, Tensor]:
@@ -131,11 +131,11 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
     return {wanted[name]: total for name, total in sums.items()}
 
 
-def expected_rows(p: Problem, images: Tensor, samples: Tensor, coef: Tensor, d_rows: Tensor) -> dict[int, Tensor]:
+def expected_rows(p: Problem, images: Tensor, samples: Tensor, coef: Tensor, d_rows: Tensor, d_images) -> dict[int, Tensor]:
     """Channels that meet an encoding take no part."""
     C = p.C - 2 * p.octaves
     found = expected(p._replace(C=C, octaves=0), images[:, :C], samples, coef, None, None, *[None] * 4, d_rows)
-    return {3: found[4]}
+    return {3: found[4], **({} if d_images is None else {4: torch.zeros_like(d_images)})}
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])
@@ -276,12 +276,23 @@ def _form(
             tl.store(d_samples + 2 * qd + 1, total.to(d_samples.dtype.element_ty), mask=in_qd)
 
 
+@triton.jit
+def clear(x, N, BLOCK: tl.constexpr):
+    """Zeros for N numbers, by all programs together."""
+    program = tl.program_id(0) + tl.program_id(1).to(tl.int64) * tl.num_programs(0)
+    step = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * BLOCK
+    for first in range(program * BLOCK, N, step):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(x + at, tl.zeros([BLOCK], x.dtype.element_ty), mask=at < N)
+
+
 @triton.jit(do_not_specialize=["H", "W", "Q", "D"])
 def _rows(
     images,  # [B, H, W, C]
     samples,  # [B, Q, D, 2]
     coef,  # [B, h, Q, D]
     d_rows,  # [B, h, Q, C − 2·OCTAVES]
+    d_images,  # [B, H, W, C], to be cleared for the next kernel, which adds to it; None where there is none
     H,
     W,
     Q,
@@ -296,11 +307,14 @@ def _rows(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
+    D_STRIDE: tl.constexpr,
 ):
     """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end."""
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)
+    if d_images is not None:
+        clear(d_images, (tl.num_programs(0) // blocks).to(tl.int64) * H * W * (C if D_STRIDE == 1 else D_STRIDE), 1024)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.arange(0, ROWS)[:, None]
     q = tl.program_id(0) % blocks * BLOCK_Q + i // BLOCK_D
@@ -358,7 +372,7 @@ rows = jit.kernel(
     launch=launch_rows,
     sizes=SIZES,
     batch=("B",),
-    writes=(3,),
+    writes=(3, 4),
     fits=fits,
     expected=expected_rows,
 )
