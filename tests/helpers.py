@@ -412,6 +412,14 @@ class Allocations(TorchDispatchMode):
         self.sizes: list[tuple[str, int]] = []
         self.now = self.peak = self.returned = 0
 
+    def __enter__(self):
+        gc.freeze()  # what lives already need not be searched again and again
+        return super().__enter__()
+
+    def __exit__(self, *problem):
+        gc.unfreeze()
+        return super().__exit__(*problem)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         seen = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
@@ -434,14 +442,10 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
     found: list[Allocations] = []
 
     def watch(phase: str, run: Callable, *args, **keywords):
-        gc.freeze()  # what lives already need not be searched again and again
-        try:
-            with Allocations() as mode:
-                out = run(*args)
-                out = out if isinstance(out, Tensor) else tuple(out)
-            mode.returned = sum(t.nbytes for t in tuple_of(out))
-        finally:
-            gc.unfreeze()
+        with Allocations() as mode:
+            out = run(*args)
+            out = out if isinstance(out, Tensor) else tuple(out)
+        mode.returned = sum(t.nbytes for t in tuple_of(out))
         found.append(mode)
         return out
 

@@ -313,8 +313,6 @@ def _rows(
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)
-    if d_images is not None:
-        clear(d_images, (tl.num_programs(0) // blocks).to(tl.int64) * H * W * (C if D_STRIDE == 1 else D_STRIDE), 1024)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.arange(0, ROWS)[:, None]
     q = tl.program_id(0) % blocks * BLOCK_Q + i // BLOCK_D
@@ -348,6 +346,8 @@ def _rows(
             total = tl.sum(tl.reshape(totals[t * HEADS + h], [BLOCK_Q, BLOCK_D, BLOCK_C]), 1)
             to = d_rows + (b * HEADS * Q + h * Q + q) * ROW_C + at
             tl.store(to, total.to(d_rows.dtype.element_ty), mask=(q < Q) & (at < ROW_C))
+    if d_images is not None:
+        clear(d_images, (tl.num_programs(0) // blocks).to(tl.int64) * H * W * (C if D_STRIDE == 1 else D_STRIDE), 1024)
 
 
 SIZES = ("H", "W", "Q", "D")
