@@ -398,11 +398,11 @@ def test_nothing_is_searched_during_capture(searched, monkeypatch):
 
 def test_policy_reaches_the_backward_pass(searched):
     """Gradients are searched for where the forward call stood, wherever backward() is called."""
-    sizes = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)
+    sizes = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)  # two candidates of few warps: Triton 3.6 fails at one of many
     args = [a.requires_grad_() for a in OPERATORS["sample_sum"].cases.make(**sizes, device=DEVICE.type)]
     sonde.sample_sum(*args, impl="triton").sum().backward()  # what was decided before is another policy's
     assert not searched
-    with settings.set(PickBest):
+    with settings.set(PickBest, max_configs=2):
         out = sonde.sample_sum(*args, impl="triton")
     assert [name for name, *_ in searched] == ["grid.rows"]
     out.sum().backward()
