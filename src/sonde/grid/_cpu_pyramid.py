@@ -10,6 +10,7 @@ Two kernels: `per_unit` works unit by unit; `per_channel` owns channels of the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -94,21 +95,21 @@ def kernels(
 
 
 def _per_unit(p, levels, features, at, by, grad=None, out=None, g_locations=None, g_weights=None) -> None:
-    table, spare = _table(p, levels)
+    table, spare = _table(p.L, p.near, p.S, p.B, tuple(levels))
     (features,) = _dense(at.dtype, features)
     rows = features.view(p.B * p.S, p.channels)
     if spare >= 0:
         rows = torch.cat([rows, rows.new_zeros(1, p.channels)])
     places, weights, results = (p.units, p.M, 2), (p.units, p.M * p.L, p.G), (p.units, p.G * p.D)
     given = (at, places), (by, weights), (grad, results), (out, results), (g_locations, places), (g_weights, weights)
-    views = [at.new_empty((0,) * len(shape)) if x is None else x.view(shape) for x, shape in given]
+    views = [_nothing(at.dtype, len(shape)) if x is None else x.view(shape).numpy() for x, shape in given]
     enough = max(1, 2**15 // max(1, p.M * p.L * p.G * p.D))  # units that are worth a thread
     sizes = (p.S, p.Q, p.heads, p.D, p.drop, p.logits, spare)
-    run(per_unit, p.units, *sizes, table, *[x.numpy() for x in (rows, *views)], grain=enough)
+    run(per_unit, p.units, *sizes, table, rows.numpy(), *views, grain=enough)
 
 
 def _per_channel(p, levels, at, by, grad) -> Tensor:
-    table, spare = _table(p, levels)
+    table, spare = _table(p.L, p.near, p.S, p.B, tuple(levels))
     found = at.new_zeros(p.B * p.S + (spare >= 0), p.channels)
     views = at.view(p.units, p.M, 2), by.view(p.units, p.M * p.L, p.G), grad.view(p.units, p.G * p.D), found
     blocks = p.G * -(-p.D // LANES)  # of a head; cut to occupy all threads, and no bit depends on it
@@ -119,14 +120,21 @@ def _per_channel(p, levels, at, by, grad) -> Tensor:
     return found[: p.B * p.S]
 
 
-def _table(p: Problem, levels: Sequence[int]) -> tuple[np.ndarray, int]:
+@lru_cache(64)
+def _table(L: int, near: int, S: int, B: int, levels: tuple[int, ...]) -> tuple[np.ndarray, int]:
     """(h, w, start) of the L levels of each place until they repeat; and the row that corners outside the rows read.
 
     Levels that nobody has checked may have such corners. Then the features get one row of zeros more; else it is −1.
     """
-    table = np.repeat(np.array(levels, np.int64).reshape(-1 if levels else 0, p.L, 3), p.near, 0)
-    inside = all(0 <= start <= p.S - h * w for h, w, start in zip(levels[::3], levels[1::3], levels[2::3]))
-    return table, -1 if inside else p.B * p.S
+    table = np.repeat(np.array(levels, np.int64).reshape(-1 if levels else 0, L, 3), near, 0)
+    inside = all(0 <= start <= S - h * w for h, w, start in zip(levels[::3], levels[1::3], levels[2::3]))
+    return table, -1 if inside else B * S
+
+
+@lru_cache(16)
+def _nothing(dtype: torch.dtype, rank: int) -> np.ndarray:
+    """In place of what is not there."""
+    return torch.empty((0,) * rank, dtype=dtype).numpy()
 
 
 def _is_dense(x: Tensor, wide: torch.dtype) -> bool:
@@ -164,35 +172,46 @@ def per_unit(
     padded = -(-D // LANES) * LANES
     dtype = features.dtype
     step = max(1, TILE // max(1, L))
-    at, corner, factor = np.empty(step * L, np.int64), np.empty((step * L, 4), np.int64), np.empty((step * L, 8), dtype)
+    tiles, room = max(1, -(-M // step)), step * L
+    at, corner, factor = np.empty(2 * room, np.int64), np.empty((2 * room, 4), np.int64), np.empty((2 * room, 8), dtype)
     share = np.empty((M * L if logits else 0, 1), dtype)
     row = np.zeros((G, padded), dtype)
 
-    for n in range(start, stop):
-        b, first = n // (Q * heads), n % heads * G * D
-        coef = _softmax(weights[n], share) if logits else weights[n]
-        if not want_out:
-            for g in range(G):
-                for k in range(D):
-                    row[g, k] = grad[n, g * D + k]
-        for m in range(0, max(1, M), step):
-            found = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor)
-            _announce(found, corner, features, first, first + G * D)
-            if want_out:  # by tiles, lest a sum of thousands swallow the last digits of each
-                _sum(found, first, D, features, coef, at, corner, factor, row)
+    coef, here, found = share, 0, 0  # `found` samples of the tile in work are listed from `here` on
+    for t in range(start * tiles, stop * tiles + 1):  # while tile t − 1 is in work, the pixels of tile t are sent for
+        n, m, there, coming = t // tiles, t % tiles * step, room - here, 0
+        ahead = n % heads * G * D
+        if n < stop:
+            b = n // (Q * heads)
+            coming = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor, there)
+        n, m = (t - 1) // tiles, (t - 1) % tiles * step
+        first = n % heads * G * D
+        if n >= start and m == 0:
+            coef = _softmax(weights[n], share) if logits else weights[n]
+            if not want_out:
                 for g in range(G):
                     for k in range(D):
-                        out[n, g * D + k] = out[n, g * D + k] + row[g, k] if m else row[g, k]
-                        row[g, k] = 0
-                continue
-            for i in range(found):
-                s0, s1, s2, s3 = _dots(i, n, first, D, features, coef, at, corner, factor, row, g_weights, want_weights)
+                        row[g, k] = grad[n, g * D + k]
+        if want_out:
+            _sum(found, coming, here, there, first, ahead, D, features, coef, at, corner, factor, row)
+        for i in range(0 if want_out else max(found, coming)):
+            if i < coming:
+                _send(there + i, corner, features, ahead, ahead + G * D)
+            if i < found:
+                j = here + i
+                s0, s1, s2, s3 = _dots(j, n, first, D, features, coef, at, corner, factor, row, g_weights, want_weights)
                 if want_locations:
-                    ax, bx, ay, by = factor[i, 0], factor[i, 1], factor[i, 2], factor[i, 3]
-                    g_locations[n, at[i] // L, 0] += factor[i, 4] * (ay * s0 + by * s2) + factor[i, 5] * (ay * s1 + by * s3)
-                    g_locations[n, at[i] // L, 1] += factor[i, 6] * (ax * s0 + bx * s1) + factor[i, 7] * (ax * s2 + bx * s3)
-        if want_weights and logits:
+                    ax, bx, ay, by = factor[j, 0], factor[j, 1], factor[j, 2], factor[j, 3]
+                    g_locations[n, at[j] // L, 0] += factor[j, 4] * (ay * s0 + by * s2) + factor[j, 5] * (ay * s1 + by * s3)
+                    g_locations[n, at[j] // L, 1] += factor[j, 6] * (ax * s0 + bx * s1) + factor[j, 7] * (ax * s2 + bx * s3)
+        if n >= start and want_out:  # by tiles, lest a sum of thousands swallow the last digits of each
+            for g in range(G):
+                for k in range(D):
+                    out[n, g * D + k] = out[n, g * D + k] + row[g, k] if m else row[g, k]
+                    row[g, k] = 0
+        if n >= start and want_weights and logits and m + step >= M:
             _through_softmax(coef, g_weights[n])
+        here, found = there, coming
 
 
 @jit
@@ -222,33 +241,41 @@ def per_channel(
     pieces = -(-G * per_group // width)
     dtype = g_features.dtype
     step = max(1, TILE // max(1, L))
-    at, corner, factor = np.empty(step * L, np.int64), np.empty((step * L, 4), np.int64), np.empty((step * L, 8), dtype)
+    tiles, room = max(1, -(-M // step)), step * L
+    at, corner, factor = np.empty(2 * room, np.int64), np.empty((2 * room, 4), np.int64), np.empty((2 * room, 8), dtype)
     share = np.empty((M * L if logits else 0, 1), dtype)
 
     for task in range(start, stop):
         b, head, low = task // (heads * pieces), task // pieces % heads, task % pieces * width
-        high = min(low + width, G * per_group)
+        high, first = min(low + width, G * per_group), head * G * D
         groups = low // per_group, -(-high // per_group)
-        for q in range(Q):
-            n = (b * Q + q) * heads + head
-            coef = _softmax(weights[n], share) if logits else weights[n]
-            for m in range(0, M, step):
-                found = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor)
-                _announce(found, corner, g_features, head * G * D + low * LANES, head * G * D + min(high * LANES, G * D))
-                for i in range(found):
-                    _scatter(i, n, low, high, groups, per_group, head * G * D, D, coef, at, corner, factor, grad, g_features)
+        begin, end = first + low * LANES, first + min(high * LANES, G * D)
+        coef, here, found = share, 0, 0
+        for t in range(Q * tiles + 1):  # as above
+            n, m, there, coming = (b * Q + t // tiles) * heads + head, t % tiles * step, room - here, 0
+            if t < Q * tiles:
+                coming = _locate(n, m, min(m + step, M), b * S, S, drop, spare, levels, locations, at, corner, factor, there)
+            n = (b * Q + (t - 1) // tiles) * heads + head
+            if t > 0 and (t - 1) % tiles == 0:
+                coef = _softmax(weights[n], share) if logits else weights[n]
+            for i in range(max(found, coming)):
+                if i < coming:
+                    _send(there + i, corner, g_features, begin, end)
+                if i < found:
+                    _scatter(here + i, n, low, high, groups, per_group, first, D, coef, at, corner, factor, grad, g_features)
+            here, found = there, coming
 
 
 @part
-def _locate(n, first, last, base, S, drop, spare, levels, locations, at, corner, factor):
-    """List the samples that see something: which they are, their corners, and what those weigh along x and y, with slopes.
+def _locate(n, first, last, base, S, drop, spare, levels, locations, at, corner, factor, here):
+    """List the samples that see something, from `here` on: which, their corners, what those weigh along x and y, with slopes.
 
-    Where one corner along an axis is outside, the other takes both places, by halves.
+    Where one corner along an axis is outside, the other takes both places, by halves. Returns how many there are.
     """
     real = locations.dtype.type
     half, one = real(0.5), real(1)
     slots, L = levels.shape[:2]
-    found, slot = 0, first % slots if slots else 0
+    found, slot = here, first % slots if slots else 0
     for m in range(first, last):
         now, slot = slot, slot + 1 if slot + 1 < slots else 0
         u, v = locations[n, m, 0], locations[n, m, 1]
@@ -283,16 +310,15 @@ def _locate(n, first, last, base, S, drop, spare, levels, locations, at, corner,
                         if not base <= corner[found, c] < base + S:
                             corner[found, c] = spare
                 found += 1
-    return found
+    return found - here
 
 
 @part
-def _announce(found, corner, features, begin, end):
-    """Pixels are far apart in memory, and a sample waits for four of them: those of all samples are sent for at one time."""
-    for i in range(found):
-        for c in range(4):
-            for k in range(begin, end, LANES):
-                prefetch(features, corner[i, c], k)
+def _send(i, corner, features, begin, end):
+    """For the pixels of sample i: they are far apart in memory, and all work would wait for them."""
+    for c in range(4):
+        for k in range(begin, end, LANES):
+            prefetch(features, corner[i, c], k)
 
 
 @exact_part
@@ -308,17 +334,20 @@ def _corners(i, corner, factor):
 
 
 @part
-def _sum(found, first, D, features, coef, at, corner, factor, row):
-    """row[g] += Σ_i coef[i, g]·tap_i[g] of the samples listed."""
+def _sum(found, coming, here, there, first, ahead, D, features, coef, at, corner, factor, row):
+    """row[g] += Σ_i coef[i, g]·tap_i[g] of the samples listed from `here` on, while those from `there` on are sent for."""
     zero, n = spread(row.dtype.type(0)), row.shape[1]
-    for i in range(found):
-        c0, c1, c2, c3, w0, w1, w2, w3 = _corners(i, corner, factor)
-        for g in range(row.shape[0]):
-            f, c, end = coef[at[i], g], first + g * D, first + (g + 1) * D
-            for k in range(0, D, LANES):
-                v = fma(w1, load(features, c1, c + k, end), fma(w0, load(features, c0, c + k, end), zero))
-                v = fma(w3, load(features, c3, c + k, end), fma(w2, load(features, c2, c + k, end), v))
-                store(fma(f, v, load(row, g, k, n)), row, g, k)
+    for i in range(max(found, coming)):
+        if i < coming:
+            _send(there + i, corner, features, ahead, ahead + row.shape[0] * D)
+        if i < found:
+            c0, c1, c2, c3, w0, w1, w2, w3 = _corners(here + i, corner, factor)
+            for g in range(row.shape[0]):
+                f, c, end = coef[at[here + i], g], first + g * D, first + (g + 1) * D
+                for k in range(0, D, LANES):
+                    v = fma(w1, load(features, c1, c + k, end), fma(w0, load(features, c0, c + k, end), zero))
+                    v = fma(w3, load(features, c3, c + k, end), fma(w2, load(features, c2, c + k, end), v))
+                    store(fma(f, v, load(row, g, k, n)), row, g, k)
 
 
 @part
