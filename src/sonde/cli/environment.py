@@ -34,8 +34,8 @@ def environment(device: torch.device) -> dict:
 
 
 def slug(environment: dict) -> str:
-    """The folder of a device's results; CPU figures are ratios, so there the number of threads says more than the model."""
-    name = environment["device"] if environment["kind"] == "cuda" else f"cpu {environment['threads']} threads"
+    """The folder of a device's results; on CPUs, of so many threads of it."""
+    name = environment["device"] if environment["kind"] == "cuda" else f"{environment['device']} {environment['threads']} threads"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
