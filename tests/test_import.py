@@ -87,6 +87,15 @@ def test_works_without(missing):
         assert f"needs {name}, which is not installed" in message
 
 
+def test_other_libraries_names_need_no_import():
+    """As the README writes them, and nothing of theirs is loaded before."""
+    code = (
+        "import sys, sonde; print([m for m in sys.modules if m.startswith('sonde.compat.')]); "
+        "print(sonde.compat.torch.grid_sample.__name__, hasattr(sonde.compat, 'jax'))"
+    )
+    assert python(code).split() == ["[]", "grid_sample", "False"]
+
+
 def test_kernels_load_on_first_use():
     """The first call that needs numba loads it, and nothing of triton."""
     pytest.importorskip("numba")

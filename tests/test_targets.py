@@ -1,5 +1,7 @@
 """Without a GPU: every kernel compiles for every architecture we claim, through the real launchers, and none spills registers.
 
+One architecture compiles every case, the others one or two of each operator, in float32.
+
 Each target has a process of its own (this file, run as a script), because it installs a driver whose launches do nothing and
 needs a Triton that does not interpret.
 """

@@ -1,6 +1,6 @@
 """Fused sampling-and-aggregation operators for PyTorch."""
 
-from . import nn
+from . import compat, nn
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn, sample_dot, sample_sum
 from .op.plan import explain
 from .points import PointIndex, knn, knn_aggregate, radius_aggregate, radius_neighbors, radius_search
@@ -8,6 +8,7 @@ from .points import PointIndex, knn, knn_aggregate, radius_aggregate, radius_nei
 __version__ = "0.1.0"
 __all__ = [
     "PointIndex",
+    "compat",
     "deformable_aggregation",
     "explain",
     "feature_maps_format",

@@ -13,11 +13,19 @@ from sonde.jit.kernel import Tunable
 OPERATORS = ["grid.sample_sum", "grid.sample_dot"]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+LAYOUTS = {
+    "planes": (torch.contiguous_format, 1 << 30),
+    "padded": (torch.contiguous_format, 0),
+    "channels_last": (torch.channels_last, 0),
+}
+
+
+@pytest.mark.parametrize(("layout", "few"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("path", OPERATORS)
-def test_candidates_agree_with_the_reference(path, layout, triton_target, monkeypatch):
+def test_candidates_agree_with_the_reference(path, layout, few, triton_target, monkeypatch):
     """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
     operator = Operator.find(path)
+    monkeypatch.setattr("sonde.grid._gpu_layout.FEW", few)
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     met = {}
     bind = Tunable.bind
@@ -30,6 +38,7 @@ def test_candidates_agree_with_the_reference(path, layout, triton_target, monkey
     monkeypatch.setattr(Tunable, "bind", noted)
     args = list(operator.make("odd_sizes", device=triton_target.device))
     args[0] = args[0].contiguous(memory_format=layout)
+    sonde.op.library.forget()
     with sonde.jit.settings.set(sonde.jit.PickAny), deterministic():
         sonde.jit.winners.forget()  # so that this call binds
         out = operator.call("triton")(*leaves(args))

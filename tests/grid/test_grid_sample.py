@@ -549,6 +549,8 @@ def test_align_corners_none_warns_as_torch_does():
     with pytest.warns(UserWarning, match="align_corners"):
         out = sonde.compat.torch.grid_sample(input, grid)
     torch.testing.assert_close(out, F.grid_sample(input, grid, align_corners=False))
+    graph = torch.compile(sonde.compat.torch.grid_sample, fullgraph=True, backend="eager")  # which a warning would break
+    torch.testing.assert_close(graph(input, grid), out)
 
 
 class Warp(torch.nn.Module):

@@ -249,6 +249,21 @@ def test_many_samples(target, D):
         assert_agrees(OPERATOR, target, args)
 
 
+def test_few_queries_need_not_clear_large_images(triton_target, monkeypatch):
+    """Who fills the images' gradient with zeros is a matter of time only: the queries' kernel, or torch where that is much."""
+    form = pytest.importorskip("sonde.grid._gpu_form")
+    args = make(triton_target, Q=1)
+    for cleared in (0, 1 << 15):
+        monkeypatch.setattr(form, "CLEARED", cleared)
+        sonde.op.library.forget()
+        images, samples, queries, depths, octaves = args
+        grad = torch.empty(*queries.shape[:3], samples.shape[2], device=images.device)
+        this = form.prepare(("images", "rows"), (images, samples, grad, queries, depths), octaves, None, False)
+        assert (5 in this.steps[0].takes) == (cleared > 0)
+        with poisoned():
+            assert_agrees(OPERATOR, triton_target, args)
+
+
 def test_same_bits_for_both_layouts(target):
     """Channels-last and contiguous images give the same bits."""
     images, *rest = make(target, torch.float32)

@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict:
 
 
 def slug(environment: dict) -> str:
-    """The folder of a device's results; on CPUs, of so many threads of it."""
+    """The folder of a device's results; a CPU's name comes with the number of threads."""
     name = environment["device"] if environment["kind"] == "cuda" else f"{environment['device']} {environment['threads']} threads"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 

@@ -27,15 +27,15 @@ def call_ms(calls: Mapping[str, Callable], device: torch.device, seconds: float)
     """Median time of one call of each contender, over about `seconds` for each. They take turns: a busy moment meets all of them.
 
     On a GPU, of the medians of several turns the least: the host is the most of a short call's time, and what else it does only
-    adds, for seconds on end. Where a call takes long, one turn is enough.
+    adds, for seconds on end. Long calls have two turns.
     """
     if device.type == "cuda":
-        least = dict.fromkeys(calls, 0.0)
+        least: dict[str, float] = {}
+        deadline = time.perf_counter() + 2 * seconds * len(calls)
         for turn in range(TURNS):
-            for name, call in calls.items():
-                if least[name] < 10:
-                    ms = _events(call, seconds / TURNS)
-                    least[name] = min(ms, least[name]) if turn else ms
+            if turn < 2 or time.perf_counter() < deadline:
+                turns = {name: _events(call, seconds / TURNS) for name, call in calls.items()}
+                least = {name: min(ms, least.get(name, ms)) for name, ms in turns.items()}
         return least
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():

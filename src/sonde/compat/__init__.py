@@ -1,1 +1,11 @@
-"""Other libraries' names and argument orders, so that a change of import is all it takes."""
+"""Other libraries' names and argument orders, so that a change of import is all it takes; imported when first used."""
+
+from importlib import import_module
+
+__all__ = ["mmcv", "physicsnemo", "sparsedrive", "torch", "transformers"]
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

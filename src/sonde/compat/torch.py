@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from torch import Tensor
+from torch import Tensor, compiler
 
 from ..grid import grid_sample as _grid_sample
 
@@ -14,9 +14,10 @@ def grid_sample(
 ) -> Tensor:
     """``torch.nn.functional.grid_sample`` with its signature; what it means is said at :func:`sonde.grid_sample`."""
     if align_corners is None:
-        warnings.warn(
-            "grid_sample: align_corners=None means False since torch 1.3; say align_corners=True for what was before, or False",
-            stacklevel=2,
-        )
+        if not compiler.is_compiling():  # a warning would break the graph
+            warnings.warn(
+                "grid_sample: align_corners=None means False since torch 1.3; say align_corners=True for what was before, or False",
+                stacklevel=2,
+            )
         align_corners = False
     return _grid_sample(input, grid, mode, padding_mode, align_corners)  # type: ignore[arg-type]

@@ -25,11 +25,12 @@ from ..op.gpu import outline, room, zeros
 from ..op.library import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_fixed import finishing
-from ._gpu_form_kernels import Problem, form, rows
+from ._gpu_form_kernels import Problem, form, launch_rows, rows, rows_config
 from ._gpu_form_segments import SEGMENTS, images_gradient, workspace
 from ._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
+CLEARED = 1 << 15  # numbers that each program of ``rows`` may clear on its way, which saves a launch
 OPERANDS = ("images", "samples", "coef", "rows", "depths")
 Layout = Literal["pixels", "planes", "padded"]  # channels next to each other; apart; next to each other in a copy of ours
 
@@ -93,7 +94,8 @@ def prepare(wants: Sequence[str], T: Sequence[Tensor | None], octaves: int, dtyp
     int64 = FORCE_INT64 or H * W * max(C, strides[layout], d_strides[d_layout]) >= 2**31
     d_stride = d_strides[d_layout] if "images" in wants else 0
     problem = Problem(B, H, W, Q, D, C, strides[layout], d_stride, heads, octaves, wide, int64, coef is not None)
-    clears = "rows" in wants and "images" in together and B * Q > 0  # a launch less, if there is one
+    grid = launch_rows(problem, rows_config(problem)).grid
+    clears = "rows" in wants and "images" in together and B * H * W * max(C, d_stride) <= CLEARED * grid[0] * grid[1]
     steps = []
     if "rows" in wants:  # first: it may clear what the other adds to
         takes = [0, 1, 2, 5 + OPERANDS.index("rows"), 5 if clears else None]
@@ -158,7 +160,7 @@ def plan(
     phase: Literal["forward", "backward"], names: dict[str, str], T: Sequence[Tensor | None], octaves: int,
     dtype: torch.dtype | None = None, deterministic: bool = False,
 ) -> list[Kernel]:  # fmt: skip
-    """What :func:`derivatives` launches for what `names` lists, under the names it gives them."""
+    """What :func:`decide` launches for what `names` lists, under the names it gives them."""
     this = prepare(tuple(names), T, octaves, dtype, deterministic)
     images, wide = T[0], this.problem.wide
     assert images is not None

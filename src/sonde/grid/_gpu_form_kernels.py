@@ -107,6 +107,8 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
     """T is the sum of coef · sample_dot: its value gives one derivative, its gradient the others. In slices of the queries."""
     from .sample_dot.reference import sample_dot
 
+    memory, images = results[0], _unpadded(p, images, p.stride)
+    results = (_unpadded(p, memory, p.d_stride), *results[1:])
     wanted = {name: i for i, name in enumerate(("images", "samples", "coef", "depths", "rows")) if results[i] is not None}
     sums = {name: torch.zeros(results[i].shape, dtype=p.wide, device=images.device) for name, i in wanted.items()}
     step = max(1, (1 << 24) // max(1, p.B * p.D * p.C))
@@ -128,12 +130,23 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
             for name, grad in zip(asked, found):
                 where = {"images": sums[name], "rows": sums[name][:, :, part]}.get(name, sums[name][:, part])
                 where += grad
+    if memory is not None and memory.dim() == 1:
+        padded = torch.zeros_like(memory, dtype=p.wide)
+        _unpadded(p, padded, p.d_stride).copy_(sums["images"])
+        sums["images"] = padded
     return {wanted[name]: total for name, total in sums.items()}
+
+
+def _unpadded(p: Problem, images, stride: int):
+    """Padded pixels come as memory: the images in it."""
+    if images is None or images.dim() > 1:
+        return images
+    return images.as_strided((p.B, p.C, p.H, p.W), (p.H * p.W * stride, 1, p.W * stride, stride))
 
 
 def expected_rows(p: Problem, images: Tensor, samples: Tensor, coef: Tensor, d_rows: Tensor, d_images) -> dict[int, Tensor]:
     """Channels that meet an encoding take no part."""
-    C = p.C - 2 * p.octaves
+    C, images = p.C - 2 * p.octaves, _unpadded(p, images, p.stride)
     found = expected(p._replace(C=C, octaves=0), images[:, :C], samples, coef, None, None, *[None] * 4, d_rows)
     return {3: found[4], **({} if d_images is None else {4: torch.zeros_like(d_images)})}
 
@@ -309,7 +322,7 @@ def _rows(
     TILES: tl.constexpr,
     D_STRIDE: tl.constexpr,
 ):
-    """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end."""
+    """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end. Then zeros for others."""
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)

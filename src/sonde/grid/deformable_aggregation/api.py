@@ -102,7 +102,8 @@ def deformable_aggregation(
         features: ``[B, S, C]`` with S the sum of H·W over all cameras and levels; or a list of maps ``[B, cams, C, H, W]``, one
             for each level, then without `spatial_shapes` and `level_starts`.
         spatial_shapes: Height and width of every level, ``[cams, L, 2]``.
-        level_starts: The first row of every level, ``[cams, L]``; None is the running sum.
+        level_starts: The first row of every level, ``[cams, L]``; None is the running sum of shapes that the host knows:
+            of no tensors on a GPU or under ``torch.compile``.
         locations: Where each key point is in each camera's image, ``[B, A, P, cams, 2]``.
         weights: ``[B, A, P, cams, L, G]``; the C channels are cut into G equal groups.
         outside: ``"drop"`` or ``"zeros"``.

@@ -81,7 +81,8 @@ def ms_deform_attn(
     Args:
         value: ``[B, S, h, D]`` with S the sum of H·W over all levels.
         spatial_shapes: Height and width of every level, ``[L, 2]``.
-        level_starts: The first row of every level, ``[L]``; None is the running sum.
+        level_starts: The first row of every level, ``[L]``; None is the running sum of shapes that the host knows:
+            of no tensors on a GPU or under ``torch.compile``.
         locations: Where each query's heads look, ``[B, Q, h, L, P, 2]``.
         weights: ``[B, Q, h, L, P]``.
         logits: Whether `weights` are yet to go through the softmax.

@@ -114,6 +114,9 @@ class PointIndex(NamedTuple):
     memory: Memory | None
     impl: str
 
+    def __repr__(self) -> str:
+        return f"PointIndex(shape={list(self.shape)}, dtype={self.dtype}, device={self.sorted.device}, impl={self.impl!r})"
+
     @staticmethod
     def build(points: Tensor, *, batch: Tensor | Sequence[int] | None = None, impl: Impl = "auto") -> PointIndex:
         """The index of points ``[N, D]`` or ``[B, N, D]``; `batch` are the offsets ``[S + 1]`` of ragged ones."""
