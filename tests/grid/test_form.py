@@ -38,7 +38,6 @@ def test_candidates_agree_with_the_reference(path, layout, few, triton_target, m
     monkeypatch.setattr(Tunable, "bind", noted)
     args = list(operator.make("odd_sizes", device=triton_target.device))
     args[0] = args[0].contiguous(memory_format=layout)
-    sonde.op.library.forget()
     with sonde.jit.settings.set(sonde.jit.PickAny), deterministic():
         sonde.jit.winners.forget()  # so that this call binds
         out = operator.call("triton")(*leaves(args))

@@ -95,7 +95,7 @@ def kernels(
 
 
 def _per_unit(p, levels, features, at, by, grad=None, out=None, g_locations=None, g_weights=None) -> None:
-    table, spare = _table(p.L, p.near, p.S, p.B, tuple(levels))
+    table, spare = _table(p, tuple(levels))
     (features,) = _dense(at.dtype, features)
     rows = features.view(p.B * p.S, p.channels)
     if spare >= 0:
@@ -109,7 +109,7 @@ def _per_unit(p, levels, features, at, by, grad=None, out=None, g_locations=None
 
 
 def _per_channel(p, levels, at, by, grad) -> Tensor:
-    table, spare = _table(p.L, p.near, p.S, p.B, tuple(levels))
+    table, spare = _table(p, tuple(levels))
     found = at.new_zeros(p.B * p.S + (spare >= 0), p.channels)
     views = at.view(p.units, p.M, 2), by.view(p.units, p.M * p.L, p.G), grad.view(p.units, p.G * p.D), found
     blocks = p.G * -(-p.D // LANES)  # of a head; cut to occupy all threads, and no bit depends on it
@@ -121,14 +121,14 @@ def _per_channel(p, levels, at, by, grad) -> Tensor:
 
 
 @lru_cache(64)
-def _table(L: int, near: int, S: int, B: int, levels: tuple[int, ...]) -> tuple[np.ndarray, int]:
+def _table(p: Problem, levels: tuple[int, ...]) -> tuple[np.ndarray, int]:
     """(h, w, start) of the L levels of each place until they repeat; and the row that corners outside the rows read.
 
     Levels that nobody has checked may have such corners. Then the features get one row of zeros more; else it is −1.
     """
-    table = np.repeat(np.array(levels, np.int64).reshape(-1 if levels else 0, L, 3), near, 0)
-    inside = all(0 <= start <= S - h * w for h, w, start in zip(levels[::3], levels[1::3], levels[2::3]))
-    return table, -1 if inside else B * S
+    table = np.repeat(np.array(levels, np.int64).reshape(-1 if levels else 0, p.L, 3), p.near, 0)
+    inside = all(0 <= start <= p.S - h * w for h, w, start in zip(levels[::3], levels[1::3], levels[2::3]))
+    return table, -1 if inside else p.B * p.S
 
 
 @lru_cache(16)

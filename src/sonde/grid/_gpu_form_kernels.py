@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import jit
 from ..op.gpu import Launch, accumulator, cdiv, power_of_2
 from ._gpu_axes import over_channels
+from ._gpu_layout import as_images
 from ._gpu_taps import TURN, channel, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
@@ -139,9 +140,7 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
 
 def _unpadded(p: Problem, images, stride: int):
     """Padded pixels come as memory: the images in it."""
-    if images is None or images.dim() > 1:
-        return images
-    return images.as_strided((p.B, p.C, p.H, p.W), (p.H * p.W * stride, 1, p.W * stride, stride))
+    return images if images is None or images.dim() > 1 else as_images(images, (p.B, p.C, p.H, p.W), stride)
 
 
 def expected_rows(p: Problem, images: Tensor, samples: Tensor, coef: Tensor, d_rows: Tensor, d_images) -> dict[int, Tensor]:

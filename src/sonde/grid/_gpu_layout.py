@@ -38,10 +38,14 @@ def pixel_stride(C: int, itemsize: int) -> int:
 
 def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Pixels, padded to the stride above."""
-    B, C, H, W = shape
-    stride = pixel_stride(C, dtype.itemsize)
-    room = torch.empty(B * H * W * stride, dtype=dtype, device=device)
-    return room.as_strided(shape, (H * W * stride, 1, W * stride, stride))
+    room = torch.empty(pixels_room(shape, dtype), dtype=dtype, device=device)
+    return as_images(room, shape, pixel_stride(shape[1], dtype.itemsize))
+
+
+def as_images(pixels: Tensor, shape: Sequence[int], stride: int) -> Tensor:
+    """The images that lie in this memory, pixels `stride` apart."""
+    _, _, H, W = shape
+    return pixels.as_strided(shape, (H * W * stride, 1, W * stride, stride))
 
 
 def pixels_room(shape: Sequence[int], dtype: torch.dtype) -> int:
