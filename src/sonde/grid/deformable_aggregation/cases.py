@@ -20,6 +20,8 @@ BENCH = {
     "sparsedrive_map": dict(_MAP, B=1),
     "sparsedrive_map_b6": dict(_MAP, B=6),
     "sparsedrive_map_uniform": dict(_MAP, B=1, layout="inside"),
+    "sparse4dv3": dict(_DET, B=1, Q=1220),
+    "sparse4dv3_uniform": dict(_DET, B=1, Q=1220, layout="inside"),
     "sparse4dv3_train": dict(_DET, B=6, Q=1220),
 }
 
