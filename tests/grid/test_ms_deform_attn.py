@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
-from helpers import Operator, Target, assert_agrees, poisoned, redzone, replaced, value_and_grads
+from helpers import Operator, Target, assert_agrees, leaves, poisoned, redzone, replaced, same_bits, value_and_grads
 from sonde.grid import _pyramid
 from sonde.grid.ms_deform_attn.api import _ms_deform_attn
 
@@ -172,6 +172,23 @@ def test_logits_of_any_size(impl):
 
 
 # ---- edges and levels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("B", "heads"), [(1, 5), (3, 3), (1, 1)])
+def test_tasks_of_any_number_of_heads(numba_target, B, heads):
+    """Tasks own several heads of the gradient or parts of one, and it comes with the others or alone: in the same bits."""
+    args, found = make(numba_target, torch.float32, B=B, heads=heads, C=37, Q=40), []
+    for threads in (1, 2, 4, 16):
+        torch.set_num_threads(threads)
+        found.append(value_and_grads(OPERATOR.call(numba_target), args))
+    want = value_and_grads(OPERATOR.call(Target("reference")), args)
+    for got in found:
+        assert same_bits([*got[0], *got[1]], [*found[0][0], *found[0][1]])
+        for x, y in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    value, *rest = leaves(args)
+    all_three, alone = (torch.autograd.grad(OPERATOR.call(numba_target)(value, *x).sum(), value) for x in (rest, args[1:]))
+    assert same_bits(all_three, alone)
 
 
 def test_absent_samples(impl):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import exact_part, jit, part, run
+from ..op.cpu import dense, empty, exact_part, is_dense, jit, part, run, zeros
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES, fma, load, spread, store, total
 from ..op.library import memory_format
@@ -36,12 +36,12 @@ def derivatives(
     shapes = _shapes(images, samples, octaves, coef, rows)
     values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
     none = {x: torch.empty((0,) * len(shape), dtype=wide) for x, shape in shapes.items()}
-    given = [(none[x] if value is None else _dense(value, wide)).numpy() for x, value in values.items()]
+    given = [(none[x] if value is None else dense(value, wide)).numpy() for x, value in values.items()]
     powers = (2.0 ** torch.arange(octaves, dtype=wide)).numpy()
     found: dict[str, Tensor] = {}
     if "images" in of:
         layout = memory_format(images, True)
-        grad = torch.empty(images.shape, dtype=wide, memory_format=layout)
+        grad = empty(images.shape, wide, layout)
         strides = (1, C) if layout == torch.channels_last else (H * W, 1)
         flat = grad.permute(0, 2, 3, 1) if layout == torch.channels_last else grad
         blocks, width = _blocks(B, C)
@@ -49,9 +49,9 @@ def derivatives(
         found["images"] = grad.to(images.dtype)
     if asked := [x for x in of if x != "images"]:
         # rows are written whole, the others only where a sample sees the image
-        grads = {x: (torch.empty if x == "rows" else torch.zeros)(shapes[x], dtype=wide) for x in asked}
+        grads = {x: (empty if x == "rows" else zeros)(shapes[x], wide) for x in asked}
         wanted = [(none if x == "depths" and not octaves else grads).get(x, none[x]).numpy() for x in shapes]
-        pixels = _dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C).numpy()
+        pixels = dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C).numpy()
         enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
         run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)
         dtypes = {x: value.dtype for x, value in dict(values, depths=depths).items() if value is not None}
@@ -75,7 +75,7 @@ def kernels(
     B, C, H, W = images.shape
     sizes = {x: math.prod(shape) for x, shape in _shapes(images, samples, octaves, coef, rows).items()} | {"images": images.numel()}
     operands = [samples, depths if octaves else None, coef, rows]
-    copies = sum(x.numel() for x in operands if x is not None and not _is_dense(x, wide))
+    copies = sum(x.numel() for x in operands if x is not None and not is_dense(x, wide))
 
     def kernel(function: Callable, xs: list[str], elements: int) -> Kernel:
         elements += copies + sum(sizes[x] for x in xs if of[x][1] != wide)
@@ -87,7 +87,7 @@ def kernels(
         blocks, width = _blocks(B, C)
         found.append(kernel(per_channel, ["images"], min(torch.get_num_threads(), B * blocks) * H * W * (width + LANES)))
     if asked := [x for x in of if x != "images"]:
-        found.append(kernel(per_query, asked, 0 if _is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()))
+        found.append(kernel(per_query, asked, 0 if is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()))
     return found
 
 
@@ -95,15 +95,6 @@ def _shapes(images: Tensor, samples: Tensor, octaves: int, coef: Opt, rows: Opt)
     B, C, Q, D = *images.shape[:2], *samples.shape[1:3]
     h = next(x.shape[1] for x in (coef, rows) if x is not None)
     return dict(samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves))
-
-
-def _is_dense(x: Tensor, wide: torch.dtype) -> bool:
-    return x.dtype == wide and x.is_contiguous()
-
-
-def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
-    """Kernels see one dtype and one layout only, and so compile once for each dtype."""
-    return x.detach() if _is_dense(x, wide) else torch.empty(x.shape, dtype=wide).copy_(x.detach())
 
 
 def _blocks(B: int, C: int) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +19,17 @@ from typing import Any
 
 import numba
 import torch
+from numba.core.options import DefaultOptions
+from torch import Tensor
 
 from .cache import cache_dir
 
 njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used here
 config: Any = numba.config
 FAST = {"contract", "reassoc", "nsz", "arcp"}
+LARGE_PAGE = 1 << 21
+_PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True, "_nrt": False}
+_PART = {option: value for option, value in _PART.items() if hasattr(DefaultOptions, option)}  # some are Numba's own affair
 
 
 def jit(function: Callable) -> Callable:
@@ -37,13 +43,21 @@ def jit(function: Callable) -> Callable:
 
 
 def part(function: Callable) -> Callable:
-    """What kernels call: compiled into each of them, and not for itself, which halves the time that takes."""
-    return njit(error_model="numpy", fastmath=FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """What kernels call: compiled into each of them, and not for itself, which halves the time that takes.
+
+    It must not make or return arrays: nobody counts here who holds them, which may cost more than what is done with them.
+    """
+    return njit(error_model="numpy", fastmath=FAST, **_PART)(function)
 
 
 def exact_part(function: Callable) -> Callable:
     """The same with every operation rounded as it is written; said aloud, since a callee inherits its caller's ``fastmath``."""
-    return njit(error_model="numpy", fastmath=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return njit(error_model="numpy", fastmath=False, **_PART)(function)
+
+
+def array_part(function: Callable) -> Callable:
+    """A part that does make or return arrays, once for each call of its kernel."""
+    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
@@ -78,6 +92,46 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
         raise problems[0]
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """Memory for a result, on large pages where Linux has them: small ones take four times as long to come, and ten to go."""
+    found = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+    if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:
+        start = -(-found.data_ptr() // LARGE_PAGE) * LARGE_PAGE
+        stop = (found.data_ptr() + found.nbytes) // LARGE_PAGE * LARGE_PAGE
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: whether it is taken is seen in the time alone
+    return found
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return empty(shape, dtype, memory_format).zero_()
+
+
+def dense(x: Tensor, wide: torch.dtype) -> Tensor:
+    """Kernels see one dtype and one layout only, and so compile once for each dtype. By one copy at most."""
+    x = x.detach()
+    return x if is_dense(x, wide) else empty(x.shape, wide).copy_(x)
+
+
+def is_dense(x: Tensor, wide: torch.dtype) -> bool:
+    return x.dtype == wide and x.is_contiguous()
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE") or _gives_pages_back():  # the former: elsewhere than on Linux
+        return None
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
+
+
+def _gives_pages_back(order: Path = Path("/sys/module/page_reporting/parameters/page_reporting_order")) -> bool:
+    """Whether this is a virtual machine that hands free large pages to its host, and waits milliseconds for each to come back."""
+    try:
+        return 0 <= int(order.read_text()) < 64  # the largest of all numbers where nothing asks for them
+    except (OSError, ValueError):
+        return False
+
+
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -105,6 +159,7 @@ def _forked() -> None:
 
 
 _openmp = _find_openmp()
+_madvise = _find_madvise()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 

@@ -244,6 +244,24 @@ def total(typing, v):
     return v.dtype(v), generate
 
 
+@intrinsic
+def totals(typing, a, b, c, d):
+    """The sums over the lanes of each, by halves: four lanes."""
+
+    def generate(context, builder, signature, args):
+        def halves(v, w, count):  # of every `count` lanes in a row, the sums of the first half and the second
+            lanes = range(v.type.count if v is w else 2 * v.type.count)
+            orders = [i for i in lanes if i % count < count // 2], [i for i in lanes if i % count >= count // 2]
+            return builder.fadd(*(builder.shuffle_vector(v, w, _order(order)) for order in orders))
+
+        v, w, x, y = args
+        fours = halves(halves(v, w, 16), halves(x, y, 16), 8)
+        pairs = halves(fours, fours, 4)
+        return halves(pairs, pairs, 2)
+
+    return Lanes(a.dtype, 4)(a, b, c, d), generate
+
+
 # ---- operators: of lanes with lanes or a number, which becomes one of their kind; every result is rounded ----------------------
 
 
@@ -295,8 +313,11 @@ _TURNS = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 
 
 def _shuffled(builder, lanes, orders):
-    kind = ir.VectorType(ir.IntType(32), LANES)
-    return [builder.shuffle_vector(*lanes, ir.Constant(kind, order)) for order in orders]
+    return [builder.shuffle_vector(*lanes, _order(order)) for order in orders]
+
+
+def _order(lanes):
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
 
 
 def _call(builder, name, v):

@@ -6,19 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import exact_part, part
+from ..op.cpu import dense, exact_part, is_dense, part
 from ..op.lanes import LANES, fma, load, spread, total
-
-
-def dense(x: Tensor, wide: torch.dtype) -> Tensor:
-    """Kernels see one dtype and one layout only, and so compile once for each dtype."""
-    x = x.detach()
-    return x if x.dtype == wide and x.is_contiguous() else torch.empty(x.shape, dtype=wide).copy_(x)
 
 
 def copied(x: Tensor, wide: torch.dtype) -> int:
     """Bytes of what `dense` makes."""
-    return 0 if x.dtype == wide and x.is_contiguous() else x.numel() * wide.itemsize
+    return 0 if is_dense(x, wide) else x.numel() * wide.itemsize
 
 
 def widths(sigma: Tensor | None, width: float, B: int, wide: torch.dtype) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import jit, part, run
+from ..op.cpu import jit, part, run, zeros
 from ..op.lanes import LANES, fma, load, spread, store_some
 
 PIECE = 4096  # entries
@@ -40,13 +40,13 @@ def sums(of: Lists, slopes: Tensor, queries: Tensor, points: Tensor, weights: Te
     F, pieces, rows = grad.shape[1], len(of.pieces), len(of.firsts) - 1
     wide = slopes.dtype if weights is None else weights.dtype
     parts = torch.zeros(pieces if coordinates else 0, 3, dtype=slopes.dtype)
-    features = torch.zeros(pieces if weights is not None else 0, F, dtype=wide)
+    features = zeros((pieces if weights is not None else 0, F), wide)
     by = torch.empty(0, dtype=wide) if weights is None else weights
     given = [x.numpy() for x in (slopes, queries, points, by, grad, parts, features)]
     run(gather, pieces, *of[:3], *given, grain=256)
     if pieces == rows:
         return parts, features
-    found = [torch.zeros(rows if len(x) else 0, x.shape[1], dtype=x.dtype) for x in (parts, features)]
+    found = [zeros((rows if len(x) else 0, x.shape[1]), x.dtype) for x in (parts, features)]
     for x, total in zip((parts, features), found):
         run(add, len(total), of.firsts, x.numpy(), total.numpy(), grain=1024)
     return tuple(found)

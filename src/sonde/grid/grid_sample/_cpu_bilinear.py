@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...op.cpu import exact_part, jit, part
+from ...op.cpu import array_part, exact_part, jit, part
 from ...op.lanes import (
     LANES,
     cast,
@@ -182,13 +182,13 @@ def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, alig
         _hand_over(d_flat, b, p, m, cells)
 
 
-@part
+@array_part
 def _flat(points):
     """x and y in turn, a row for each batch."""
     return points.reshape(points.shape[0], 2 * points.shape[1])
 
 
-@part
+@array_part
 def _room(points, block):
     """For a block of samples: how far into its cell each is, how that changes with its coordinates, and their gradient; the cell's
     first pixel, and which of its four there are."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import exact_part, jit, part, run
+from ...op.cpu import array_part, dense, empty, exact_part, jit, run, zeros
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
@@ -30,7 +30,7 @@ TAPS = (2, 1, 4)  # of each mode, along an axis
 
 def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
     wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
-    out = torch.empty((B, C, *grid.shape[1:-1]), dtype=wide, memory_format=memory_format(input, True))
+    out = empty((B, C, *grid.shape[1:-1]), wide, memory_format(input, True))
     how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
     if out.numel():
         view, (kernel, _, _) = _by(input, mode)
@@ -49,7 +49,7 @@ def backward(
     given = view(grad, wide) if something else ()
     found = []
     if needs[0]:
-        d_input = torch.empty(input.shape, dtype=wide, memory_format=memory_format(input, True)).zero_()
+        d_input = zeros(input.shape, wide, memory_format(input, True))
         if something:
             items, width = _channels(input)
             run(scatter, items, width, *how, *given, points, *view(d_input, wide), slices_per_thread=1)
@@ -57,7 +57,7 @@ def backward(
         del d_input
     if needs[1]:
         filled = something and _bilinear(input, mode)  # by the kernel
-        d_grid = (torch.empty if filled else torch.zeros)((B, *points.shape[1:]), dtype=wide)
+        d_grid = (empty if filled else zeros)((B, *points.shape[1:]), wide)
         if something and mode != "nearest":
             run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, d_grid.numpy())
         if grid.shape[0] != B:
@@ -122,25 +122,19 @@ def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> t
 
 def _points(grid: Tensor, wide: torch.dtype) -> Any:
     """``[B, samples, 2 or 3]``."""
-    return _dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]).numpy()
+    return dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]).numpy()
 
 
 def _planes(x: Tensor, wide: torch.dtype) -> tuple[Any, int, int]:
     """The memory of `x`, and how far channels and pixels are apart; a copy where it is neither contiguous nor channels-last."""
     if memory_format(x, True) != torch.contiguous_format:
-        return _dense(x.movedim(1, -1), wide).view(-1).numpy(), 1, x.shape[1]
-    return _dense(x, wide).view(-1).numpy(), prod(x.shape[2:]), 1
+        return dense(x.movedim(1, -1), wide).view(-1).numpy(), 1, x.shape[1]
+    return dense(x, wide).view(-1).numpy(), prod(x.shape[2:]), 1
 
 
 def _pixels(x: Tensor, wide: torch.dtype) -> tuple[Any]:
     """``[B·pixels, C]``, a view where `x` is channels-last."""
-    return (_dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1]).numpy(),)
-
-
-def _dense(x: Tensor, wide: torch.dtype) -> Tensor:
-    """Contiguous and in one dtype, by one copy at most."""
-    x = x.detach()
-    return x if x.dtype == wide and x.is_contiguous() else torch.empty(x.shape, dtype=wide).copy_(x)
+    return (dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1]).numpy(),)
 
 
 def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:
@@ -308,7 +302,7 @@ def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
 # ---- taps -------------------------------------------------------------------------------------------------------------------
 
 
-@part
+@array_part
 def _scratch(room, dim, taps, slopes, points):
     """Room for the taps of a block: which pixel (−1: none), its weight, the weight's derivatives; and the same of each axis."""
     real, K = points.dtype, taps**dim

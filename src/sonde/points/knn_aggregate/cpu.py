@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import jit, part, run
+from ...op.cpu import dense, empty, jit, part, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dense, dot, falls, widths
+from .._cpu_rows import copied, dot, falls, widths
 from .._cpu_segments import gather, lists, sums
 
 NAMES = ("queries", "points", "features", "sigma")
@@ -24,7 +24,7 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     *index, sigma, width, k = rest
     distances, indices, _ = cpu.search((queries, points, *index), k)
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    out = torch.empty(B, M, F, dtype=wide)
+    out = empty((B, M, F), wide)
     arrays = (
         x.numpy() for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
     )

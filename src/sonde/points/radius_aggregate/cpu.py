@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import jit, run
+from ...op.cpu import dense, empty, jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, store_some
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dense, dot, falls, widths
+from .._cpu_rows import copied, dot, falls, widths
 
 NAMES = ("queries", "points", "features", "sigma")
 
@@ -27,7 +27,7 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    out, levels = torch.empty(B, M, F, dtype=wide), torch.empty(B, M, 2, dtype=wide)
+    out, levels = empty((B, M, F), wide), torch.empty(B, M, 2, dtype=wide)
     rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
     arrays = (x.numpy() for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
@@ -56,7 +56,7 @@ def backward(
         tree = cpu.tree_of(queries, None, None, None, query_offsets)
         rows, mine = trees.three(points).numpy(), trees.segment_of(point_offsets, N)
         g_points = torch.empty(B * N if needs[1] else 0, 3, dtype=wide)
-        g_features = torch.empty(B * N if needs[2] else 0, F, dtype=wide)
+        g_features = empty((B * N if needs[2] else 0, F), wide)
         by, results = trees.spatial_order(rows, B), (g_points.numpy(), g_features.numpy())
         run(push, B * N, N, M, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
         found["points"] = g_points[:, :D].reshape(points.shape) if needs[1] else g_points
