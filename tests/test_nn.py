@@ -178,6 +178,9 @@ def test_attention_refuses():
         sonde.nn.MSDeformAttn(30)
     with pytest.raises(ValueError, match=r"reference_points must be points \[B, Q, L, 2\] or boxes .* got \[1, 5, 3, 3\]"):
         attention()(torch.randn(1, 5, 16), torch.rand(1, 5, 3, 3), torch.randn(1, S, 16), LEVELS)
+    for mask in (torch.zeros(1, S), torch.zeros(1, S + 1, dtype=torch.bool), torch.zeros(S, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"input_padding_mask must be bool \[1, {S}\], .* got torch"):
+            attention()(torch.zeros(1, 5, 16), torch.zeros(1, 5, 3, 2), torch.zeros(1, S, 16), LEVELS, None, mask)
 
 
 # ---- key points and DeformableFeatureAggregation ------------------------------------------------------------------------
@@ -354,6 +357,9 @@ def test_aggregation_refuses():
         aggregation(num_groups=3)
     with pytest.raises(ValueError, match="residual_mode must be 'add', 'cat' or None; got 'sum'"):
         aggregation(residual_mode="sum")
+    with pytest.raises(ValueError, match="temporal_fusion_module must be None, .* got 'x'"):
+        aggregation(temporal_fusion_module="x")
+    aggregation(temporal_fusion_module=None)
     with pytest.raises(ValueError, match="'SparsePoint3DKeyPointsGenerator' is not known here; pass the module itself"):
         aggregation(kps_generator=dict(type="SparsePoint3DKeyPointsGenerator"))
 

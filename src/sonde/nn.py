@@ -118,6 +118,11 @@ class MSDeformAttn(nn.Module):
         """
         value = self.value_proj(input_flatten)
         if input_padding_mask is not None:
+            if input_padding_mask.dtype != torch.bool or input_padding_mask.shape != input_flatten.shape[:2]:
+                raise ValueError(
+                    f"MSDeformAttn: input_padding_mask must be bool {list(input_flatten.shape[:2])}, one for each pixel of "
+                    f"input_flatten; got {input_padding_mask.dtype} {list(input_padding_mask.shape)}"
+                )
             value = value.masked_fill(input_padding_mask[..., None], 0)
         logits = self.attention_weights(query).unflatten(-1, (self.n_heads, self.n_levels, self.n_points))
         offsets = self.sampling_offsets(query).unflatten(-1, (self.n_heads, self.n_levels, self.n_points, 2))
@@ -226,6 +231,7 @@ class DeformableFeatureAggregation(nn.Module):
             their ``grid_sample`` fallback, which pads with zeros.
         use_camera_embed: Whether weights depend on the camera through an encoding of its projection.
         residual_mode: The instance feature is added to the result (``"add"``), put beside it (``"cat"``), or left out (None).
+        temporal_fusion_module: None. The originals' configurations may name it.
 
     Example:
         >>> import torch, sonde.nn
@@ -249,8 +255,14 @@ class DeformableFeatureAggregation(nn.Module):
         use_deformable_func: bool = True,
         use_camera_embed: bool = False,
         residual_mode: Literal["add", "cat"] | None = "add",
+        temporal_fusion_module: None = None,
     ) -> None:
         super().__init__()
+        if temporal_fusion_module is not None:
+            raise ValueError(
+                "DeformableFeatureAggregation: temporal_fusion_module must be None, as in the configurations of both models; "
+                f"got {temporal_fusion_module!r}"
+            )
         if embed_dims % num_groups:
             raise ValueError(
                 f"DeformableFeatureAggregation: embed_dims must be a multiple of num_groups; got {embed_dims} and {num_groups}"
