@@ -397,7 +397,7 @@ def test_no_large_pages_where_they_go_back_to_a_host(tmp_path):
     cpu = pytest.importorskip("sonde.op.cpu")
     order = tmp_path / "order"
     assert not cpu._gives_pages_back(order)
-    for words, given in (("9\n", True), ("0\n", True), (f"{2**32 - 1}\n", False), ("-1\n", False), ("", False)):
+    for words, given in (("9\n", True), ("0\n", True), ("11\n", False), (f"{2**32 - 1}\n", False), ("-1\n", False), ("", False)):
         order.write_text(words)
         assert cpu._gives_pages_back(order) == given
 

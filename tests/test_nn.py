@@ -357,7 +357,7 @@ def test_aggregation_refuses():
         aggregation(num_groups=3)
     with pytest.raises(ValueError, match="residual_mode must be 'add', 'cat' or None; got 'sum'"):
         aggregation(residual_mode="sum")
-    with pytest.raises(ValueError, match="temporal_fusion_module must be None, .* got 'x'"):
+    with pytest.raises(ValueError, match=r"temporal_fusion_module must be None, .* got 'x'"):
         aggregation(temporal_fusion_module="x")
     aggregation(temporal_fusion_module=None)
     with pytest.raises(ValueError, match="'SparsePoint3DKeyPointsGenerator' is not known here; pass the module itself"):

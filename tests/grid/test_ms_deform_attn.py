@@ -191,6 +191,19 @@ def test_tasks_of_any_number_of_heads(numba_target, B, heads):
     assert same_bits(all_three, alone)
 
 
+@pytest.mark.parametrize("W", [25, 50, 100])
+def test_centres_of_pixels(impl, W):
+    """A location that is the centre of a pixel, as rounded, is in the cell that begins there: gradients of the next are others."""
+    g = torch.Generator().manual_seed(0)
+    value, weights = torch.randn(1, W, 1, 20, generator=g), torch.rand(1, W, 1, 1, 1, generator=g)
+    locations = torch.stack([(torch.arange(W) + 0.5) / W, torch.full((W,), 0.5)], -1).view(1, W, 1, 1, 1, 2)
+    args = [value.to(impl.device), ((1, W),), None, locations.to(impl.device), weights.to(impl.device), False]
+    got = value_and_grads(OPERATOR.call(impl), args)
+    want = value_and_grads(OPERATOR.call(Target("reference")), args)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
 def test_absent_samples(impl):
     """Samples far outside or not a number read nothing and get nothing, whatever their weights."""
     value, shapes, starts, locations, weights, _ = make(impl, D=7, L=1, layout="inside")

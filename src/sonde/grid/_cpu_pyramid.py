@@ -115,7 +115,7 @@ def _per_channel(p, levels, at, by, grad, features=None, g_locations=None, g_wei
     rows = None if features is None else _rows(p, features, at.dtype, spare)
     views = _views(p, at.dtype, places=at, weights=by, results=grad)
     results = _views(p, at.dtype, rows=rows, places=g_locations, weights=g_weights)
-    many, pieces, width = _pieces(p)
+    many, pieces, width = _pieces(p, torch.get_num_threads())
     tasks = p.B * -(-p.heads // many) * pieces
     enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
     given = (*p.numbers, spare, many, width, table, sizes, *views, *results, found.view(1, -1).numpy())
@@ -134,20 +134,25 @@ def _rows(p: Problem, features: Tensor, wide: torch.dtype, spare: int) -> Tensor
     return rows if spare < 0 else torch.cat([rows, rows.new_zeros(1, p.channels)])
 
 
-def _pieces(p: Problem) -> tuple[int, int, int]:
+@lru_cache(64)
+def _pieces(p: Problem, threads: int) -> tuple[int, int, int]:
     """How many heads of the features' gradient are one task's, into how many pieces they are cut, and blocks of lanes in a piece.
 
-    A task for each thread, of several heads, since those of a query look at the same pages; or of a part of one, where there are
-    few. No bit depends on it.
+    Several heads, as many as leave no thread without work, since those of a query look at the same pages; or a part of one, where
+    there are few. No bit depends on it.
     """
-    threads, units, blocks = torch.get_num_threads(), p.B * p.heads, p.G * -(-p.D // LANES)
-    width = -(-blocks // max(1, min(-(-threads // max(1, units)), blocks)))
-    return max(1, min(-(-units // threads), p.heads)), -(-blocks // max(1, width)), width
+    blocks = p.G * -(-p.D // LANES)
+    width = -(-blocks // max(1, min(-(-threads // max(1, p.B * p.heads)), blocks)))
+
+    def takes(many: int) -> int:  # heads that the last thread has done
+        return -(-p.B * -(-p.heads // many) // threads) * many
+
+    return min(range(p.heads, 0, -1), key=takes, default=1), -(-blocks // max(1, width)), width
 
 
 def _at_once(p: Problem, needs: Sequence[bool]) -> bool:
     """Whether the features' gradient comes with the others: where heads are not cut."""
-    return needs[0] and any(needs[1:]) and _pieces(p)[1] == 1
+    return needs[0] and any(needs[1:]) and _pieces(p, torch.get_num_threads())[1] == 1
 
 
 @lru_cache(64)

@@ -129,7 +129,8 @@ def per_channel(
     for task in range(start, stop):
         b, head, low = task // (cuts * pieces), task // pieces % cuts * many, task % pieces * width
         those, high = min(many, heads - head), min(low + width, G * per_group)
-        groups, begin, size = (low // per_group, -(-high // per_group)), low * LANES, min(high * LANES, G * D) - low * LANES
+        groups = low // per_group, -(-high // per_group)
+        begin, size = groups[0] * D, (groups[1] - groups[0]) * D  # what is sent for: all of these groups
         here, found = 0, 0
         for t in range(Q * those * tiles + 1):  # as above
             unit, m, there, coming = t // tiles, t % tiles * step, room - here, 0
@@ -170,13 +171,13 @@ def _tiles(M, levels):
 @array_part
 def _scratch(room, like):
     """What is known of the samples of two tiles: which of them see something, with the numbers of their weights and places; where
-    their corners begin, what those weigh, and how that changes along x and y; and sixteen numbers more."""
+    their corners begin, what those weigh, and how that changes along x and y; and which of sixteen see something."""
     listed, corner, real = np.empty((2 * room, 3), np.int64), np.empty((2 * room, 4), np.int64), like.dtype
     weigh, by_x, by_y = np.empty((2 * room, 4), real), np.empty((2 * room, 4), real), np.empty((2 * room, 4), real)
     return listed, corner, weigh, by_x, by_y, np.empty((1, LANES), np.int32)
 
 
-@part
+@exact_part
 def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples):
     """List the samples of a tile that see something, from `here` on: those of unit n's places from `first` on.
 
@@ -217,7 +218,7 @@ def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples
     return found - here
 
 
-@part
+@exact_part
 def _axis(x, size):
     """Along one axis: the lower corner, whether it is alone, what both weigh and the slopes of that by the location.
 
@@ -253,7 +254,7 @@ def _store_four(a, b, c, d, x, i):
 
 @part
 def _send(i, begin, size, samples, features):
-    """For the pixels of sample i: they are far apart in memory, and all work would wait for them."""
+    """Send for the pixels of sample i: they are far apart in memory, and all work would wait for them."""
     listed, corner, _, _, _, _ = samples
     j = listed[i, 0]
     for k in range(begin, begin + size, LANES):
@@ -305,7 +306,7 @@ def _tap(j, c, end, features, samples):
 def _dots(i, n, begin, D, features, coef, own, samples, row, g_locations, g_weights):
     """What sample i adds to the gradients of its location and its weights, which are tap_i[g]·row[g].
 
-    Two kernels do this, and every operation is rounded so that they have the same bits.
+    Two kernels do this, in the same bits: so nothing is left for a compiler to put in another order.
     """
     listed, corner, weigh, by_x, by_y, _ = samples
     j, at = listed[i, 0], listed[i, 1]

@@ -28,8 +28,9 @@ njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used her
 config: Any = numba.config
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 LARGE_PAGE = 1 << 21
-_PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True, "_nrt": False}
-_PART = {option: value for option, value in _PART.items() if hasattr(DefaultOptions, option)}  # some are Numba's own affair
+_WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INLINE = {"forceinline": True, "_nrt": False}
+_INLINE = _WITHIN | {option: value for option, value in _INLINE.items() if hasattr(DefaultOptions, option)}  # Numba's own affair
 
 
 def jit(function: Callable) -> Callable:
@@ -45,19 +46,23 @@ def jit(function: Callable) -> Callable:
 def part(function: Callable) -> Callable:
     """What kernels call: compiled into each of them, and not for itself, which halves the time that takes.
 
-    It must not make or return arrays: nobody counts here who holds them, which may cost more than what is done with them.
+    It must not make, keep or return arrays, but for views while it runs: nobody counts here who holds them, which may cost more
+    than what is done with them.
     """
-    return njit(error_model="numpy", fastmath=FAST, **_PART)(function)
+    return njit(error_model="numpy", fastmath=FAST, **_INLINE)(function)
 
 
 def exact_part(function: Callable) -> Callable:
-    """The same with every operation rounded as it is written; said aloud, since a callee inherits its caller's ``fastmath``."""
-    return njit(error_model="numpy", fastmath=False, **_PART)(function)
+    """The same with every operation rounded as it is written, but for ``lanes.fma``; where it matters where a sum ends up.
+
+    Said aloud, since a callee inherits its caller's ``fastmath``; and operators of lanes have that of the part they are in.
+    """
+    return njit(error_model="numpy", fastmath=False, **_INLINE)(function)
 
 
 def array_part(function: Callable) -> Callable:
-    """A part that does make or return arrays, once for each call of its kernel."""
-    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """A part that does make or return arrays; for kernels alone to call."""
+    return njit(error_model="numpy", **_WITHIN)(function)
 
 
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
@@ -127,7 +132,7 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 def _gives_pages_back(order: Path = Path("/sys/module/page_reporting/parameters/page_reporting_order")) -> bool:
     """Whether this is a virtual machine that hands free large pages to its host, and waits milliseconds for each to come back."""
     try:
-        return 0 <= int(order.read_text()) < 64  # the largest of all numbers where nothing asks for them
+        return 0 <= int(order.read_text()) <= 10  # 9 is that of 2 MiB; out of bounds where nothing asks for them
     except (OSError, ValueError):
         return False
 

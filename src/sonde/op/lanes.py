@@ -249,15 +249,15 @@ def totals(typing, a, b, c, d):
     """The sums over the lanes of each, by halves: four lanes."""
 
     def generate(context, builder, signature, args):
-        def halves(v, w, count):  # of every `count` lanes in a row, the sums of the first half and the second
-            lanes = range(v.type.count if v is w else 2 * v.type.count)
+        def halves(v, w, count):  # of every `count` lanes in a row, the sum of both halves; `w` may be none
+            lanes = range(v.type.count if w is None else 2 * v.type.count)
+            w = ir.Constant(v.type, ir.Undefined) if w is None else w
             orders = [i for i in lanes if i % count < count // 2], [i for i in lanes if i % count >= count // 2]
             return builder.fadd(*(builder.shuffle_vector(v, w, _order(order)) for order in orders))
 
         v, w, x, y = args
         fours = halves(halves(v, w, 16), halves(x, y, 16), 8)
-        pairs = halves(fours, fours, 4)
-        return halves(pairs, pairs, 2)
+        return halves(halves(fours, None, 4), None, 2)
 
     return Lanes(a.dtype, 4)(a, b, c, d), generate
 
