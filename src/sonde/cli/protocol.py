@@ -254,7 +254,7 @@ def _host(operator: Operator, device: torch.device, impl: str, dtype: str, layou
         device,
     )
     return {
-        "least_of": timing.HOST_TURNS,
+        "least_of": timing.HOST_TURNS[device.type],
         "forward": {**forward, "above": forward["sonde"] - forward["torch.relu"]},
         "forward_backward": {**backward, "above": backward["sonde"] - backward["autograd.Function"]},
     }
