@@ -2,6 +2,8 @@
 
 # ruff: noqa: E731 (short functions read better on one line)
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +191,18 @@ def test_tasks_of_any_number_of_heads(numba_target, B, heads):
     value, *rest = leaves(args)
     all_three, alone = (torch.autograd.grad(OPERATOR.call(numba_target)(value, *x).sum(), value) for x in (rest, args[1:]))
     assert same_bits(all_three, alone)
+
+
+def test_number_of_threads_changes_meanwhile(numba_target, monkeypatch):
+    """Who adds what to a gradient is decided once: no sample counts twice."""
+    args = make(numba_target, torch.float32, B=1, heads=1, C=37, Q=40)
+    want = value_and_grads(OPERATOR.call(numba_target), args)
+    for numbers in ((1, 16), (16, 1)):
+        changing = itertools.cycle(numbers)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: next(changing))  # noqa: B023 (called within)
+            got = value_and_grads(OPERATOR.call(numba_target), args)
+        assert same_bits([*got[0], *got[1]], [*want[0], *want[1]])
 
 
 @pytest.mark.parametrize("W", [25, 50, 100])

@@ -67,11 +67,12 @@ def backward(
     wide = accumulator(features, locations, weights)
     at, by, grad = (dense(x, wide) for x in (locations, weights, grad))
     rest = [zeros(x.shape, wide) if need else None for x, need in zip((locations, weights), needs[1:])]
-    found = []
+    cut, found = _pieces(p, torch.get_num_threads()), []  # once: someone may change the number of threads meanwhile
+    at_once = _at_once(cut, needs)
     if needs[0]:
-        others = (features, *rest) if _at_once(p, needs) else (None, None, None)
-        found = [_per_channel(p, levels, at, by, grad, *others).view(features.shape).to(features.dtype)]
-    if any(needs[1:]) and not _at_once(p, needs):
+        others = (features, *rest) if at_once else (None, None, None)
+        found = [_per_channel(p, cut, levels, at, by, grad, *others).view(features.shape).to(features.dtype)]
+    if any(needs[1:]) and not at_once:
         _per_unit(p, levels, features, at, by, grad, None, *rest)
     return found + [g.to(x.dtype) for g, x in zip(rest, (locations, weights)) if g is not None]
 
@@ -91,7 +92,7 @@ def kernels(
     results = p.units * p.G * p.D if rounded else 0
     found = [kernel(per_unit, ["out"], sum(copies) + results, "forward")]
     written = [i for i in range(3) if needs[i]]
-    first = written if _at_once(p, needs) else written[: needs[0]]
+    first = written if _at_once(_pieces(p, torch.get_num_threads()), needs) else written[: needs[0]]
     for function, those in (per_channel, first), (per_unit, written[len(first) :]):
         if those:
             copied = copies[1:] if those == [0] else copies  # the features' gradient alone does not read them
@@ -109,13 +110,13 @@ def _per_unit(p, levels, features, at, by, grad=None, out=None, g_locations=None
     run(per_unit, p.units, *p.numbers, spare, table, sizes, *views, *results, grain=enough)
 
 
-def _per_channel(p, levels, at, by, grad, features=None, g_locations=None, g_weights=None) -> Tensor:
+def _per_channel(p, cut, levels, at, by, grad, features=None, g_locations=None, g_weights=None) -> Tensor:
     table, sizes, spare = _table(p, tuple(levels), at.dtype)
     found = zeros((p.B * p.S + (spare >= 0), p.channels), at.dtype)
     rows = None if features is None else _rows(p, features, at.dtype, spare)
     views = _views(p, at.dtype, places=at, weights=by, results=grad)
     results = _views(p, at.dtype, rows=rows, places=g_locations, weights=g_weights)
-    many, pieces, width = _pieces(p, torch.get_num_threads())
+    many, pieces, width = cut
     tasks = p.B * -(-p.heads // many) * pieces
     enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
     given = (*p.numbers, spare, many, width, table, sizes, *views, *results, found.view(1, -1).numpy())
@@ -150,9 +151,9 @@ def _pieces(p: Problem, threads: int) -> tuple[int, int, int]:
     return min(range(p.heads, 0, -1), key=takes, default=1), -(-blocks // max(1, width)), width
 
 
-def _at_once(p: Problem, needs: Sequence[bool]) -> bool:
+def _at_once(cut: tuple[int, int, int], needs: Sequence[bool]) -> bool:
     """Whether the features' gradient comes with the others: where heads are not cut."""
-    return needs[0] and any(needs[1:]) and _pieces(p, torch.get_num_threads())[1] == 1
+    return needs[0] and any(needs[1:]) and cut[1] == 1
 
 
 @lru_cache(64)

@@ -54,7 +54,7 @@ def per_unit(
     M, G, want_out = locations.shape[1] // 2, weights.shape[1], out.size > 0
     each = M * (levels.shape[0] // 2)  # weights of a unit
     step, tiles, room = _tiles(M, levels)
-    samples = _scratch(room, features)
+    samples = _scratch(room, features, not want_out)
     share = np.empty((each if logits else 0, 1), features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, -(-D // LANES) * LANES), features.dtype)
@@ -121,7 +121,7 @@ def per_channel(
     per_group = -(-D // LANES)
     cuts, pieces = -(-heads // many), -(-G * per_group // width)
     step, tiles, room = _tiles(M, levels)
-    samples = _scratch(room, g_features)
+    samples = _scratch(room, g_features, more)
     share = np.empty((each if logits else 0, 1), g_features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, per_group * LANES), g_features.dtype)
@@ -169,11 +169,12 @@ def _tiles(M, levels):
 
 
 @array_part
-def _scratch(room, like):
+def _scratch(room, like, slopes):
     """What is known of the samples of two tiles: which of them see something, with the numbers of their weights and places; where
-    their corners begin, what those weigh, and how that changes along x and y; and which of sixteen see something."""
+    their corners begin, what those weigh, and how that changes along x and y if `slopes`; and which of sixteen see something."""
     listed, corner, real = np.empty((2 * room, 3), np.int64), np.empty((2 * room, 4), np.int64), like.dtype
-    weigh, by_x, by_y = np.empty((2 * room, 4), real), np.empty((2 * room, 4), real), np.empty((2 * room, 4), real)
+    weigh, sloping = np.empty((2 * room, 4), real), 2 * room if slopes else 0
+    by_x, by_y = np.empty((sloping, 4), real), np.empty((sloping, 4), real)
     return listed, corner, weigh, by_x, by_y, np.empty((1, LANES), np.int32)
 
 
@@ -209,8 +210,9 @@ def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples
                 c2, c3 = _row(c2, base, S, spare), _row(c3, base, S, spare)
             _store_four(c0 * channels + column, c1 * channels + column, c2 * channels + column, c3 * channels + column, corner, i)
             _store_four(ay * ax, ay * bx, by * ax, by * bx, weigh, i)
-            _store_four(ay * sax, ay * sbx, by * sax, by * sbx, by_x, i)
-            _store_four(say * ax, say * bx, sby * ax, sby * bx, by_y, i)
+            if by_x.size:
+                _store_four(ay * sax, ay * sbx, by * sax, by * sbx, by_x, i)
+                _store_four(say * ax, say * bx, sby * ax, sby * bx, by_y, i)
             store(where(inside, 1, 0), seen, 0, 0)
             for k in range(min(LANES, last - m)):
                 listed[found, 0], listed[found, 1], listed[found, 2] = i + k, (m + k) * L + j, m + k

@@ -29,8 +29,8 @@ config: Any = numba.config
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 LARGE_PAGE = 1 << 21
 _WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_INLINE = {"forceinline": True, "_nrt": False}
-_INLINE = _WITHIN | {option: value for option, value in _INLINE.items() if hasattr(DefaultOptions, option)}  # Numba's own affair
+_OWN = {"forceinline": True, "_nrt": False}  # Numba's own affair, so it may come to have none of them
+_INLINE = _WITHIN | {option: value for option, value in _OWN.items() if hasattr(DefaultOptions, option)}
 
 
 def jit(function: Callable) -> Callable:
