@@ -70,12 +70,21 @@ CLOUDS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
+def pytest_cmdline_main(config):
+    """All tests, where there is no GPU to share: a process on each core, which take what is left from each other."""
+    all_of_them = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if all_of_them and not torch.cuda.is_available() and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses, config.option.dist = min(8, os.cpu_count() or 1), "worksteal"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one.
 
     The interpreter takes minutes for what torch makes of every operator; one stands for all there, and Numba runs them all.
     """
+    items.sort(key=lambda item: item.path.name != "test_targets.py")  # the longest first
     for item in items if not torch.cuda.is_available() else ():
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
@@ -97,18 +106,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if operator in ONE_SEARCH and name not in THEIR_OWN | OF_EACH:
             item.add_marker(pytest.mark.slow)
-
-
-def pytest_collection_finish(session):
-    """The compilations of ``test_targets.py`` go on beside the other tests."""
-    for item in session.items:
-        if item.path.name == "test_targets.py" and not session.config.option.collectonly:
-            return item.module.started()
-
-
-def pytest_sessionfinish(session):
-    for module in {item.module for item in session.items if item.path.name == "test_targets.py"}:
-        module.stop()
 
 
 @pytest.fixture(params=OPERATORS)

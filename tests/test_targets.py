@@ -12,8 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
@@ -47,7 +45,7 @@ FULL = "cuda-90"  # elsewhere one or two cases of each operator stand for the re
 def test_compiles_without_spills(target):
     """No kernel needs local memory, more shared memory than a block has, or something the architecture lacks."""
     pytest.importorskip("triton")
-    report = started()[target].result()
+    report = compile_for(target)
     missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
     assert report["expected"]
     assert not missing, f"never launched: {missing}"
@@ -55,43 +53,18 @@ def test_compiles_without_spills(target):
     assert not spilling, "\n".join(f"{k['name']} {k['of']}: {k['usage']}" for k in spilling)
 
 
-@lru_cache(1)
-def started() -> dict[str, Future]:
-    """One process per target, two at a time, behind whatever else this machine does; ``conftest.py`` starts them early."""
-    pool = ThreadPoolExecutor(2)
-    return {target: pool.submit(compile_for, target) for target in TARGETS}
-
-
 def compile_for(target: str) -> dict:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, target], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    RUNNING.append(process)
-    out, errors = process.communicate()
-    assert process.returncode == 0, f"{target}: {errors[-4000:]}"
-    return json.loads(out.splitlines()[-1])
-
-
-RUNNING: list[subprocess.Popen] = []
-
-
-def stop() -> None:
-    """When the run is over before they are."""
-    if started.cache_info().currsize:
-        for future in started().values():
-            future.cancel()
-        for process in RUNNING:
-            if process.poll() is None:
-                process.terminate()
+    done = subprocess.run([sys.executable, __file__, target], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{target}: {done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- the script ---------------------------------------------------------------------------------------------------------------
 
 
 def main(name: str) -> None:
-    os.nice(10)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         import torch
