@@ -218,6 +218,33 @@ def test_centres_of_pixels(impl, W):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("P", "D", "logits"), [(1, 32, 0), (2, 20, 1), (3, 7, 0), (4, 32, 1), (8, 66, 0), (9, 16, 0)])
+def test_many_queries(triton_target, monkeypatch, P, D, logits, dtype):
+    """Then one thread finds a sample for others, which have parts of the samples in turn, and bfloat16 comes in pairs."""
+    from sonde.grid.ms_deform_attn import gpu_kernels
+
+    monkeypatch.setattr(gpu_kernels, "FEW", 0)
+    args = make(triton_target, dtype, Q=21, D=P, C=D)[:-1]
+    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
+    expected = sonde.ms_deform_attn(*wide, logits=bool(logits), impl="reference").to(dtype)
+    torch.testing.assert_close(sonde.ms_deform_attn(*args, logits=bool(logits), impl="triton"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_values_at_any_address(triton_target, offset, dtype):
+    """Two numbers are read at a time only where they lie so."""
+    from sonde.grid._gpu_pyramid import layout_of
+
+    value, *others = make(triton_target, dtype, C=8)[:-1]
+    room = torch.full((value.numel() + 8,), float("nan"), dtype=dtype, device=value.device)
+    moved = room[offset : offset + value.numel()].view(value.shape).copy_(value)
+    assert layout_of(moved, False).vector == (1 if offset % 2 else 16)
+    found = sonde.ms_deform_attn(moved, *others, impl="triton")
+    torch.testing.assert_close(found, sonde.ms_deform_attn(value, *others, impl="triton"), rtol=0, atol=0)
+
+
 def test_absent_samples(impl):
     """Samples far outside or not a number read nothing and get nothing, whatever their weights."""
     value, shapes, starts, locations, weights, _ = make(impl, D=7, L=1, layout="inside")

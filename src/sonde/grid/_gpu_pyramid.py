@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..op.cache import REMEMBERED
 from ..op.gpu import cdiv, launch, power_of_2, vector_of
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
     copy: bool  # they are not as they come
     row: int
     batch: int
-    vector: int  # of which the latter is a multiple
+    vector: int  # of which the latter is a multiple; one where an image's first number is not at an even place
     int64: bool  # offsets within an image do not fit into 32 bits, nor do those of its gradient
 
 
@@ -57,7 +58,9 @@ def layout_of(features: Tensor, force_int64: bool) -> Layout:
         row = width
     if copy or B <= 1:
         batch = S * row
-    return Layout(copy, row, batch, vector_of(16, batch), force_int64 or S * max(row, width, 2) >= 2**31 - 2**20)
+    known = not copy and not isinstance(features, FakeTensor)
+    odd = known and features.data_ptr() // features.element_size() % 2
+    return Layout(copy, row, batch, 1 if odd else vector_of(16, batch), force_int64 or S * max(row, width, 2) >= 2**31 - 2**20)
 
 
 class Table(NamedTuple):

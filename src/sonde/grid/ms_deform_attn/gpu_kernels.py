@@ -1,6 +1,6 @@
 """The kernels of ``ms_deform_attn``, one for the value and one for all gradients, and the configurations that they run in.
 
-A program has one head and a few queries, and a tile ``[samples, channels]``: neighbouring rows are the points that one query has in
+A program has one head and a few queries, and a tile ``[samples, channels]``: neighbouring rows are points that one query has in
 one level, so that their locations are one access. Levels and blocks of points take turns.
 """
 
@@ -55,18 +55,21 @@ class Config(NamedTuple):
 
 
 def default_config(p: Problem) -> Config:
-    """One warp; its threads have one access of four values for a gradient, else two of 16 bytes, of two points of a query.
+    """One warp. For a gradient, or where queries are few, its threads have one access of a tile, of four numbers or of 16 bytes.
 
-    Where queries are few, each is a program and has four levels in flight; else several take turns in one, whose neighbours read
-    much the same. What decides the order of a sum does not depend on the batch.
+    Where queries are few, each is a program and has four levels in flight; else a thread finds a sample for all that have its
+    channels, or, for a gradient, several blocks take turns, whose neighbours add to much the same. What decides the order of a sum
+    does not depend on the batch.
     """
     few, block_c = p.Q * p.heads <= FEW, block_of(max(1, p.D))
-    vector = vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c)
-    rows = (1 if p.gradients or few else 2) * 32 * vector // block_c
-    block_p = min(power_of_2(p.P), rows, 8 if p.gradients or few else 2)
-    block_q = max(1, min(rows // block_p, power_of_2(p.Q)))
-    unroll, repeat = (2, 1 if few else 4) if p.gradients else (4, 1) if few else (1, 2)
-    return Config(block_q, block_p, unroll, repeat, 1)
+    block_p = min(power_of_2(p.P), 8)
+    if p.gradients or few:
+        rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
+        block_p = min(block_p, rows)
+    else:
+        rows = min(32, 256 * block_p // block_c)
+    unroll, repeat = (2, 1 if few else 4) if p.gradients else (4, 1) if few else (1, 1)
+    return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, unroll, repeat, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
@@ -97,6 +100,9 @@ def launch(p: Problem, config: Config) -> Launch:
         *(accumulator(p.wide), tl.int64 if p.int64 else tl.int32),
         *(config.block_q, config.block_p, block_c, block_s, chunk, max(1, min(config.unroll, turns)), config.repeat),
     )
+    if not p.gradients:
+        each = config.block_q * config.block_p * block_c // (32 * config.num_warps)  # numbers of a tile that a thread has
+        constants = (*constants, max(1, min(each // 8, config.block_p)))
     return Launch(grid, (p.S, p.Q, p.batch), constants, config.num_warps)
 
 
@@ -132,25 +138,36 @@ def _attend(
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
     REPEAT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Some tiles of channels, all samples in turn; a thread's sums stay in it until the end."""
-    ROWS: tl.constexpr = BLOCK_Q * BLOCK_P
+    """Some tiles of channels, all samples in turn; a thread's sums stay in it until the end.
+
+    Where samples lie and what their corners weigh is found by one thread for each, and then told to those that have their channels,
+    PARTS of the samples in turn: rows of a tile are the same query's in all parts.
+    """
+    SAMPLES: tl.constexpr = BLOCK_Q * BLOCK_P
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    PAIRED: tl.constexpr = value.dtype.element_ty == tl.bfloat16 and D % 2 == 0 and ROW % 2 == 0 and VECTOR % 2 == 0
+    PAIR: tl.constexpr = 2 if PAIRED else 1
+    WIDTH: tl.constexpr = BLOCK_C // PAIR
     b, h, q0 = which(Q, HEADS, BLOCK_Q * REPEAT)
     image = value + b * (BATCH // VECTOR * VECTOR) + h * D
-    i = tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, BLOCK_C)[None, :]
-    if TILES * BLOCK_C < D:
-        c += tl.program_id(1) * (TILES * BLOCK_C)
+    if PAIRED:
+        image = image.to(tl.pointer_type(tl.int32), bitcast=True)
+    i = tl.arange(0, SAMPLES)
+    c = tl.arange(0, WIDTH)[None, :]
+    c0 = tl.program_id(1) * (TILES * BLOCK_C) if TILES * BLOCK_C < D else 0
     for _ in range(REPEAT):
         in_q = q0 + i // BLOCK_P < Q
         first = ((b * Q + q0) * HEADS + h) * (L * P)  # sample of the block
         row = (i // BLOCK_P).to(OFFSET) * (HEADS * L * P)
         if LOGITS:
-            most, scale = normaliser(weights + first, row, in_q, L * P, BLOCK_S, ACC)
-        totals = ()
-        for _ in tl.static_range(TILES):
-            totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
+            each = tl.arange(0, BLOCK_Q)[:, None]
+            most, scale = normaliser(weights + first, each.to(OFFSET) * (HEADS * L * P), q0 + each < Q, L * P, BLOCK_S, ACC)
+            most, scale = repeated(most, BLOCK_P), repeated(scale, BLOCK_P)
+        totals = ()  # of each tile; of pairs, those of the first and of the second
+        for _ in tl.static_range(TILES * PAIR):
+            totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
@@ -163,18 +180,60 @@ def _attend(
             s00, s01, s10, s11 = shares(fy, fx)
             s00, s01 = tl.where(k00, w * s00, 0), tl.where(k01, w * s01, 0)
             s10, s11 = tl.where(k10, w * s10, 0), tl.where(k11, w * s11, 0)
-            sums = ()
-            for t in tl.static_range(TILES):
-                at = c + t * BLOCK_C
-                v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, at, at < D, W, ROW, ACC)
-                sums = sums + (totals[t] + s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11,)
-            totals = sums
+            there = k00.to(tl.int32) + 2 * k01.to(tl.int32) + 4 * k10.to(tl.int32) + 8 * k11.to(tl.int32)
+            for j in tl.static_range(PARTS):
+                at, k = part(pixel, j, PARTS), part(there, j, PARTS)
+                k00, k01, k10, k11 = (k & 1) != 0, (k & 2) != 0, (k & 4) != 0, (k & 8) != 0
+                p00, p01 = part(s00, j, PARTS), part(s01, j, PARTS)
+                p10, p11 = part(s10, j, PARTS), part(s11, j, PARTS)
+                sums = ()
+                for t in tl.static_range(TILES):
+                    cs = c + (c0 + t * BLOCK_C) // PAIR
+                    if PAIRED:
+                        v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, cs, cs < D // 2, W, ROW // 2, tl.int32)
+                        even = totals[2 * t] + p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
+                        odd = totals[2 * t + 1] + p00 * high(v00) + p01 * high(v01) + p10 * high(v10) + p11 * high(v11)
+                        sums = sums + (even, odd)
+                    else:
+                        v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, cs, cs < D, W, ROW, ACC)
+                        sums = sums + (totals[t] + p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11,)
+                totals = sums
         q = q0 + tl.arange(0, BLOCK_Q)[:, None]
         for t in tl.static_range(TILES):
-            at = c + t * BLOCK_C
-            total = tl.sum(tl.reshape(totals[t], [BLOCK_Q, BLOCK_P, BLOCK_C]), 1)
-            put(out + ((b * Q + q) * HEADS + h) * D + at, total, (q < Q) & (at < D))
+            total = tl.sum(tl.reshape(totals[PAIR * t], [BLOCK_Q, BLOCK_P // PARTS, WIDTH]), 1)
+            if PAIRED:
+                total = tl.interleave(total, tl.sum(tl.reshape(totals[2 * t + 1], [BLOCK_Q, BLOCK_P // PARTS, WIDTH]), 1))
+            cs = c0 + t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            put(out + ((b * Q + q) * HEADS + h) * D + cs, total, (q < Q) & (cs < D))
         q0 += BLOCK_Q
+
+
+@triton.jit
+def repeated(x, TIMES: tl.constexpr):
+    """Each number of a column so many times."""
+    return tl.reshape(tl.broadcast_to(x, [x.shape[0], TIMES]), [x.shape[0] * TIMES])
+
+
+@triton.jit
+def part(x, j: tl.constexpr, PARTS: tl.constexpr):
+    """A column of one in PARTS of `x`."""
+    if PARTS == 1:
+        column = x[:, None]
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        column = part(odd if j % 2 else even, j // 2, PARTS // 2)
+    return column
+
+
+@triton.jit
+def low(pair):
+    """Of two bfloat16 in 32 bits the first, which takes one instruction; as a number of its own it takes two."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
