@@ -372,36 +372,6 @@ def test_threads_keep_nothing_of_a_call(monkeypatch):
         late.set()
 
 
-@pytest.mark.parametrize("size", [(2, 3, 5), (1, 1, 1 << 20), (2, 3, 1001, 777)], ids=str)
-def test_memory_of_results(size, monkeypatch):
-    """Large pages are asked for within a result, never around it; what it holds does not depend on them."""
-    cpu = pytest.importorskip("sonde.op.cpu")
-    advice = []
-    monkeypatch.setattr(cpu, "_madvise", lambda *given: advice.append(given))
-    out = cpu.empty(size, torch.float32)
-    assert out.shape == size
-    assert out.is_contiguous()
-    assert len(advice) == (out.nbytes >= 2 * cpu.LARGE_PAGE)
-    for start, length, _ in advice:
-        assert start % cpu.LARGE_PAGE == length % cpu.LARGE_PAGE == 0
-        assert out.data_ptr() <= start < start + length <= out.data_ptr() + out.nbytes
-    monkeypatch.undo()
-    layout = torch.channels_last if len(size) == 4 else torch.contiguous_format
-    out = cpu.zeros(size, torch.float64, layout)
-    assert out.is_contiguous(memory_format=layout)
-    assert out.dtype == torch.float64
-    assert not out.any()
-
-
-def test_no_large_pages_where_they_go_back_to_a_host(tmp_path):
-    cpu = pytest.importorskip("sonde.op.cpu")
-    order = tmp_path / "order"
-    assert not cpu._gives_pages_back(order)
-    for words, given in (("9\n", True), ("0\n", True), ("11\n", False), (f"{2**32 - 1}\n", False), ("-1\n", False), ("", False)):
-        order.write_text(words)
-        assert cpu._gives_pages_back(order) == given
-
-
 OF_A_KIND = (torch.zeros(2, 3, 4), None, torch.zeros(3, 2), 5, (1, 2), "x", False)
 OTHERS = {
     "size": (0, torch.zeros(2, 3, 5)),

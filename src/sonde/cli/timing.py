@@ -17,6 +17,8 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..op import memory
+
 REPEATS = 7  # at least, unless one takes half a second on a GPU
 TURNS = 5  # of contenders on a GPU
 HOST_TURNS = {"cpu": 30, "cuda": 400}  # seconds beside a GPU, whose host is in one state or another for as long
@@ -105,6 +107,7 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     else:
+        memory.forget()  # or the call would find some of its results there
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it greets on stderr
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             held = call()

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..op.cpu import dense, empty, is_dense, run, zeros
+from ..op.cpu import run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
 from ..op.library import memory_format
+from ..op.memory import dense, empty, is_dense, zeros
 from ..op.plan import Determinism, Kernel
 from ._cpu_form_kernels import per_channel, per_query
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import dense, empty, is_dense, run, zeros
+from ..op.cpu import run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
+from ..op.memory import dense, empty, is_dense, zeros
 from ..op.plan import Determinism, Kernel
 from ._cpu_pyramid_kernels import per_channel, per_unit
 

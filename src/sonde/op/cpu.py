@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -20,14 +19,12 @@ from typing import Any
 import numba
 import torch
 from numba.core.options import DefaultOptions
-from torch import Tensor
 
 from .cache import cache_dir
 
 njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used here
 config: Any = numba.config
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-LARGE_PAGE = 1 << 21
 _WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _OWN = {"forceinline": True, "_nrt": False}  # Numba's own affair, so it may come to have none of them
 _INLINE = _WITHIN | {option: value for option, value in _OWN.items() if hasattr(DefaultOptions, option)}
@@ -97,46 +94,6 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
         raise problems[0]
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """Memory for a result, on large pages where Linux has them: small ones take four times as long to come, and ten to go."""
-    found = torch.empty(shape, dtype=dtype, memory_format=memory_format)
-    if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:
-        start = -(-found.data_ptr() // LARGE_PAGE) * LARGE_PAGE
-        stop = (found.data_ptr() + found.nbytes) // LARGE_PAGE * LARGE_PAGE
-        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: whether it is taken is seen in the time alone
-    return found
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    return empty(shape, dtype, memory_format).zero_()
-
-
-def dense(x: Tensor, wide: torch.dtype) -> Tensor:
-    """Kernels see one dtype and one layout only, and so compile once for each dtype. By one copy at most."""
-    x = x.detach()
-    return x if is_dense(x, wide) else empty(x.shape, wide).copy_(x)
-
-
-def is_dense(x: Tensor, wide: torch.dtype) -> bool:
-    return x.dtype == wide and x.is_contiguous()
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE") or _gives_pages_back():  # the former: elsewhere than on Linux
-        return None
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return found
-
-
-def _gives_pages_back(order: Path = Path("/sys/module/page_reporting/parameters/page_reporting_order")) -> bool:
-    """Whether this is a virtual machine that hands free large pages to its host, and waits milliseconds for each to come back."""
-    try:
-        return 0 <= int(order.read_text()) <= 10  # 9 is that of 2 MiB; out of bounds where nothing asks for them
-    except (OSError, ValueError):
-        return False
-
-
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -164,7 +121,6 @@ def _forked() -> None:
 
 
 _openmp = _find_openmp()
-_madvise = _find_madvise()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 

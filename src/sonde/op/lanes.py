@@ -67,14 +67,14 @@ def load_four(typing, x, row, column, end):
 
 @intrinsic
 def prefetch(typing, x, row, column):
-    """Begin to bring the cache line of ``x[row, column]`` here."""
+    """Begin to bring the cache line of ``x[row, column]`` into the second level: the first can wait for few lines at a time."""
 
     def generate(context, builder, signature, args):
         pointer, _ = _address(context, builder, LANES, signature.args[0], *args)
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         begin = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(begin, [builder.bitcast(pointer, byte), number(0), number(3), number(1)])  # to read, to stay, of data
+        builder.call(begin, [builder.bitcast(pointer, byte), number(0), number(2), number(1)])  # to read, how near, of data
         return context.get_dummy_value()
 
     return types.none(x, types.intp, types.intp), generate

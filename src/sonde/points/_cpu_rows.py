@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import dense, exact_part, is_dense, part
+from ..op.cpu import exact_part, part
 from ..op.lanes import LANES, fma, load, spread, total
+from ..op.memory import dense, is_dense
 
 
 def copied(x: Tensor, wide: torch.dtype) -> int:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import jit, part, run, zeros
+from ..op.cpu import jit, part, run
 from ..op.lanes import LANES, fma, load, spread, store_some
+from ..op.memory import zeros
 
 PIECE = 4096  # entries
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array_part, dense, empty, exact_part, jit, run, zeros
+from ...op.cpu import array_part, exact_part, jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
+from ...op.memory import dense, empty, zeros
 from ...op.plan import Determinism, Kernel
 from .._reference import joint_batch
 from ._cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import dense, empty, jit, run
+from ...op.cpu import jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, store_some
+from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees

@@ -1,0 +1,121 @@
+"""Memory of CPU results: used again where nobody has it, left alone where somebody does."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import sonde
+from sonde.op import memory
+
+
+@pytest.mark.parametrize("size", [(2, 3, 5), (1, 1, 1 << 20), (2, 3, 1001, 777)], ids=str)
+def test_memory_of_results(size, monkeypatch):
+    """Large pages are asked for within a result, never around it; what it holds does not depend on them."""
+    memory.forget()
+    advice = []
+    monkeypatch.setattr(memory, "_madvise", lambda *given: advice.append(given))
+    out = memory.empty(size, torch.float32)
+    assert out.shape == size
+    assert out.is_contiguous()
+    assert len(advice) == (out.nbytes >= 2 * memory.LARGE_PAGE)
+    for start, length, _ in advice:
+        assert start % memory.LARGE_PAGE == length % memory.LARGE_PAGE == 0
+        assert out.data_ptr() <= start < start + length <= out.data_ptr() + out.nbytes
+    monkeypatch.undo()
+    layout = torch.channels_last if len(size) == 4 else torch.contiguous_format
+    out = memory.zeros(size, torch.float64, layout)
+    assert out.is_contiguous(memory_format=layout)
+    assert out.dtype == torch.float64
+    assert not out.any()
+
+
+def test_no_large_pages_where_they_go_back_to_a_host(tmp_path):
+    order = tmp_path / "order"
+    assert not memory._gives_pages_back(order)
+    for words, given in (("9\n", True), ("0\n", True), ("11\n", False), (f"{2**32 - 1}\n", False), ("-1\n", False), ("", False)):
+        order.write_text(words)
+        assert memory._gives_pages_back(order) == given
+
+
+def test_memory_of_results_is_used_again():
+    """By the next of as many bytes, whatever its shape, dtype and layout."""
+    memory.forget()
+    out = memory.empty((4, 8, 64, 512), torch.float32).fill_(3)
+    place = out.data_ptr()
+    assert memory.empty((4, 8, 64, 512), torch.float32).data_ptr() != place
+    del out
+    again = memory.zeros((8, 16, 64, 64), torch.float64, torch.channels_last)
+    assert again.data_ptr() == place
+    assert again.is_contiguous(memory_format=torch.channels_last)
+    assert not again._is_view()
+    assert not again.any()
+    del again
+    for count in (1 << 18, 1 << 19, 1 << 21):
+        assert memory.empty((count,), torch.float32).untyped_storage().nbytes() == 4 * count
+
+
+KEEPERS = {
+    "view": lambda x: x[5:9],
+    "dtype": lambda x: x.view(torch.int32),
+    "numpy": lambda x: x.numpy(),
+    "storage": lambda x: x.untyped_storage(),
+    "graph": lambda x: (x * torch.ones(1, requires_grad=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_memory_that_somebody_has_is_left_alone(keeper):
+    memory.forget()
+    out = memory.empty((1 << 20,), torch.float32).fill_(3)
+    place, kept = out.data_ptr(), KEEPERS[keeper](out)
+    del out
+    other = memory.empty((1 << 20,), torch.float32)
+    assert other.data_ptr() != place
+    del kept
+    assert memory.empty((1 << 20,), torch.float32).data_ptr() == place
+
+
+def test_memory_of_other_processes_is_left_alone():
+    memory.forget()
+    memory.empty((1 << 20,), torch.float32).share_memory_()
+    assert not memory.empty((1 << 20,), torch.float32).is_shared()
+
+
+def test_memory_is_kept_within_bounds():
+    memory.forget()
+    for size in (memory.SMALLEST - 8, memory.ROOM + 8):
+        memory.empty((size // 8,), torch.float64)
+        assert not memory._kept
+    for mib in (60, 30, 20, 50, 10, 128, 40, 1):
+        memory.empty((mib, 1 << 20), torch.uint8)
+        assert 0 < sum(storage.nbytes() for storage in memory._kept) <= memory.ROOM
+    memory.forget()
+    assert not memory._kept
+
+
+def test_threads_share_no_memory():
+    memory.forget()
+
+    def work(number: int) -> bool:
+        right = True
+        for _ in range(200):
+            out = memory.empty((1 << 18,), torch.float32).fill_(number)
+            right = right and bool((out[:: 1 << 12] == number).all())
+        return right
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_results_are_not_written_again():
+    """By later calls of their operator, while anybody has them."""
+    pytest.importorskip("numba")
+    images, samples = torch.rand(1, 64, 32, 32), torch.rand(1, 4096, 2, 2)
+    weights = torch.rand(1, 1, 4096, 2)
+    first = sonde.sample_sum(images, samples, weights, impl="numba")
+    assert first.nbytes >= memory.SMALLEST
+    copy = first.clone()
+    for _ in range(3):
+        sonde.sample_sum(2 * images, samples, weights, impl="numba")
+    assert torch.equal(first, copy)
