@@ -68,7 +68,8 @@ def _nobodys(size: int) -> torch.UntypedStorage | None:
             storage = _kept.popleft()
         except IndexError:  # others were quicker
             break
-        ours = _owners(storage._cdata) == 1 and getrefcount(storage) == 2  # type: ignore[misc]  # no tensor's, nobody's as such
+        # no tensor has it, nor anybody the object (newer versions of torch count tensors there, too)
+        ours = _owners(storage._cdata) == 1 and getrefcount(storage) == 2  # type: ignore[misc]
         if ours and storage.nbytes() == size and not storage.is_shared():  # with another process
             return storage
         _kept.append(storage)
