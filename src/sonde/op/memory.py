@@ -37,8 +37,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_
         strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
         found = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), strides)  # type: ignore[call-overload]
     _kept.append(storage)
-    while sum(one.nbytes() for one in tuple(_kept)) > ROOM and _kept:
-        _kept.popleft()
+    while sum(one.nbytes() for one in tuple(_kept)) > ROOM:
+        _oldest()
     return found
 
 
@@ -64,9 +64,8 @@ def forget() -> None:
 def _nobodys(size: int) -> torch.UntypedStorage | None:
     """A kept storage of this size that is in no tensor. It is taken out before it is looked at, so that no other thread has it."""
     for _ in range(len(_kept)):
-        try:
-            storage = _kept.popleft()
-        except IndexError:  # others were quicker
+        storage = _oldest()
+        if storage is None:
             break
         # no tensor has it, nor anybody the object (newer versions of torch count tensors there, too)
         ours = _owners(storage._cdata) == 1 and getrefcount(storage) == 2  # type: ignore[misc]
@@ -74,6 +73,13 @@ def _nobodys(size: int) -> torch.UntypedStorage | None:
             return storage
         _kept.append(storage)
     return None
+
+
+def _oldest() -> torch.UntypedStorage | None:
+    try:
+        return _kept.popleft()
+    except IndexError:  # other threads were quicker
+        return None
 
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
