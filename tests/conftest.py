@@ -3,6 +3,8 @@
 import os
 import signal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside; before torch loads
+
 import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; some tests interrupt
@@ -73,9 +75,11 @@ CLOUDS = {
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config):
     """All tests, where there is no GPU to share: a process on each core, which take what is left from each other."""
-    all_of_them = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if all_of_them and not torch.cuda.is_available() and getattr(config.option, "numprocesses", 0) is None:
-        config.option.numprocesses, config.option.dist = min(8, os.cpu_count() or 1), "worksteal"
+    given = config.option
+    all_of_them = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput") and not given.keyword
+    watched = given.usepdb or given.trace or given.collectonly or given.capture == "no"
+    if all_of_them and not watched and not torch.cuda.is_available() and getattr(given, "numprocesses", 0) is None:
+        given.numprocesses, given.dist = min(8, os.cpu_count() or 1), "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonde.op import library
+from sonde.op import library, memory
 from sonde.points._reference import searching_in
 
 OPERATORS = [
@@ -353,6 +353,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         fences.append((buffer, span, bad))
         return buffer.as_strided(t.shape, t.stride(), pad)
 
+    reused, memory._owners = memory._owners, None
     owners = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
     before = [(owner, n, n in vars(owner), getattr(owner, n)) for owner, n in owners]
@@ -366,6 +367,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
                 setattr(owner, n, real)
             else:
                 delattr(owner, n)
+        memory._owners = reused
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
         intact = edges.isnan() if bad != bad else edges == bad
@@ -452,6 +454,7 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
     _around(monkeypatch, operator.kernels(impl), watch)
     for device in ("cpu", "cuda"):  # no mode sees what these do
         monkeypatch.delattr(torch._C._dynamo.guards, f"_empty_strided_{device}", raising=False)
+    monkeypatch.setattr(memory, "_owners", None)  # nor memory that is used again
     return found
 
 

@@ -1,5 +1,6 @@
 """Memory of CPU results: used again where nobody has it, left alone where somebody does."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -76,10 +77,39 @@ def test_memory_that_somebody_has_is_left_alone(keeper):
     assert memory.empty((1 << 20,), torch.float32).data_ptr() == place
 
 
-def test_memory_of_other_processes_is_left_alone():
+def test_shared_memory_is_not_kept():
+    """Another process may have it."""
     memory.forget()
-    memory.empty((1 << 20,), torch.float32).share_memory_()
-    assert not memory.empty((1 << 20,), torch.float32).is_shared()
+    out = memory.empty((1 << 20,), torch.float32).share_memory_()
+    place = out.data_ptr()
+    del out
+    again = memory.empty((1 << 20,), torch.float32)
+    assert not again.is_shared()
+    assert again.data_ptr() != place
+
+
+def test_whoever_watches_a_result_sees_it_go():
+    memory.forget()
+    out = memory.empty((1 << 20,), torch.float32)
+    place, watched = out.data_ptr(), weakref.ref(out.untyped_storage())
+    del out
+    assert watched() is None
+    assert memory.empty((1 << 20,), torch.float32).data_ptr() == place
+
+
+def test_an_index_knows_its_points_from_later_ones():
+    """Which lie at the same address."""
+    pytest.importorskip("numba")
+    queries, anchors, index, places = torch.rand(9000, 3), torch.rand(9000, 3), None, []
+    for _ in range(3):
+        points = sonde.knn_aggregate(queries, anchors, torch.rand(9000, 3), 4, impl="numba")
+        if index is not None:
+            with pytest.raises(ValueError, match="index"):
+                sonde.knn(queries, points, 3, index=index, impl="numba")
+        places.append(points.data_ptr())
+        index = sonde.PointIndex.build(points)
+        del points
+    assert len(set(places)) < 3
 
 
 def test_memory_is_kept_within_bounds():

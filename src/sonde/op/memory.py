@@ -1,8 +1,9 @@
 """Where results of CPU kernels lie: in the memory of earlier ones, else on large pages where Linux gives them.
 
 A page that the system has just handed out is cleared by it first, and on virtual machines asked of the host: of the gradient of
-45 MB that a decoder's backward pass makes, that takes thirteen of twenty-one milliseconds. So storages of late results are kept,
-``ROOM`` bytes at most, and one that has no other owner left becomes the next result of its size.
+45 MB that a decoder's backward pass makes, that takes thirteen of twenty-one milliseconds. So memory of late results is kept,
+``ROOM`` bytes at most, and what has no other owner left becomes the next result of its size. A result has a storage of its own, a
+slice of the one that is kept and that nobody else sees: whoever watches a storage sees it go. (It can not grow, as no slice can.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from sys import getrefcount
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 ROOM = 1 << 27
 SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
 LARGE_PAGE = 1 << 21
-_kept: deque[torch.UntypedStorage] = deque(maxlen=16)  # the latest last
+_kept: deque[torch.UntypedStorage] = deque(maxlen=16)
 _owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -31,13 +31,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_
         return _fresh(shape, dtype, memory_format)
     storage = _nobodys(size)
     if storage is None:
-        found = _fresh(shape, dtype, memory_format)
-        storage = found.untyped_storage()
-    else:
-        strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-        found = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), strides)  # type: ignore[call-overload]
+        storage = _fresh((size,), torch.uint8).untyped_storage()
+    strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+    found = torch.empty(0, dtype=dtype).set_(storage[:], 0, tuple(shape), strides)  # type: ignore[call-overload]
     _kept.append(storage)
-    while sum(one.nbytes() for one in tuple(_kept)) > ROOM:
+    while sum(one.nbytes() for one in _kept.copy()) > ROOM:
         _oldest()
     return found
 
@@ -62,14 +60,12 @@ def forget() -> None:
 
 
 def _nobodys(size: int) -> torch.UntypedStorage | None:
-    """A kept storage of this size that is in no tensor. It is taken out before it is looked at, so that no other thread has it."""
+    """What is kept, has this size and no slice. It is taken out before it is looked at, so that no other thread has it."""
     for _ in range(len(_kept)):
         storage = _oldest()
         if storage is None:
             break
-        # no tensor has it, nor anybody the object (newer versions of torch count tensors there, too)
-        ours = _owners(storage._cdata) == 1 and getrefcount(storage) == 2  # type: ignore[misc]
-        if ours and storage.nbytes() == size and not storage.is_shared():  # with another process
+        if storage.nbytes() == size and _owners(storage._cdata) == 1:  # type: ignore[misc]
             return storage
         _kept.append(storage)
     return None
@@ -82,7 +78,7 @@ def _oldest() -> torch.UntypedStorage | None:
         return None
 
 
-def _fresh(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
+def _fresh(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """On large pages, if there are any: small ones take four times as long to come, and ten to go."""
     found = torch.empty(shape, dtype=dtype, memory_format=memory_format)
     if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:

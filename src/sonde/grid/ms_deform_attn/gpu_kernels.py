@@ -65,9 +65,10 @@ def default_config(p: Problem) -> Config:
     block_p = min(power_of_2(p.P), 8)
     if p.gradients or few:
         rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
-        block_p = min(block_p, rows)
     else:
-        rows = min(32, 256 * block_p // block_c)
+        sums = min(CHUNK, cdiv(p.D, block_c)) * block_c * (p.wide.itemsize // 4)  # of a row, in registers
+        rows = min(32, 256 * block_p // block_c, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
+    block_p = min(block_p, rows)
     unroll, repeat = (2, 1 if few else 4) if p.gradients else (4, 1) if few else (1, 1)
     return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, unroll, repeat, 1)
 
