@@ -222,13 +222,43 @@ def test_centres_of_pixels(impl, W):
 @pytest.mark.parametrize(("P", "D", "logits"), [(1, 32, 0), (2, 20, 1), (3, 7, 0), (4, 32, 1), (8, 66, 0), (9, 16, 0)])
 def test_many_queries(triton_target, monkeypatch, P, D, logits, dtype):
     """Then one thread finds a sample for others, which have parts of the samples in turn, and bfloat16 comes in pairs."""
-    from sonde.grid.ms_deform_attn import gpu_kernels
+    from sonde.grid.ms_deform_attn import gpu_configs
 
-    monkeypatch.setattr(gpu_kernels, "FEW", 0)
+    monkeypatch.setattr(gpu_configs, "FEW", 0)
     args = make(triton_target, dtype, Q=21, D=P, C=D)[:-1]
     wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
     expected = sonde.ms_deform_attn(*wide, logits=bool(logits), impl="reference").to(dtype)
     torch.testing.assert_close(sonde.ms_deform_attn(*args, logits=bool(logits), impl="triton"), expected)
+
+
+@pytest.mark.parametrize("few", [0, 8192])
+@pytest.mark.parametrize(("H", "W"), [(1, 1), (1, 2), (2, 1), (3, 2), (5, 4)])
+@pytest.mark.parametrize("P", [2, 3, 4, 8, 13])
+def test_points_that_meet(triton_target, monkeypatch, P, H, W, few):
+    """Of a query's points that meet at a pixel one adds for all. Here all do, at centres and edges of pixels and outside, too."""
+    from sonde.grid.ms_deform_attn import gpu_configs
+
+    monkeypatch.setattr(gpu_configs, "FEW", few)
+    g, device = torch.Generator().manual_seed(P), triton_target.device
+    x, y = (torch.randint(-4, 4 * size + 5, (1, 21, 1, 1, P), generator=g) / (4 * size) for size in (W, H))
+    value, weights = torch.randn(1, H * W, 1, 3, generator=g), torch.rand(1, 21, 1, 1, P, generator=g)
+    args = [value.to(device), ((H, W),), None, torch.stack([x, y], -1).to(device), weights.to(device), False]
+    got = value_and_grads(OPERATOR.call(triton_target), args)
+    want = value_and_grads(OPERATOR.call(Target("reference")), args)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
+    """It spoils the pixels around its own point and none around the next one."""
+    value, weights = torch.ones(1, 12, 1, 4), torch.ones(1, 1, 1, 1, 4)
+    weights[..., 1] = wrong
+    x = torch.tensor([1.25, 4.25, 6.25, 9.25]) / 12  # the second has pixels 3 and 4, the third 5 and 6
+    args = [value, ((1, 12),), None, torch.stack([x, torch.full((4,), 0.5)], -1).view(1, 1, 1, 1, 4, 2), weights, False]
+    args = [t.to(impl.device) if isinstance(t, torch.Tensor) else t for t in args]
+    _, grads = value_and_grads(OPERATOR.call(impl), args)
+    assert grads[0].isfinite().all(-1).flatten().tolist() == [i not in (3, 4) for i in range(12)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

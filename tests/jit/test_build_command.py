@@ -1,6 +1,7 @@
 """``sonde build``: what is asked for is what is built, and misspelt requests hear of it before anything starts."""
 
 import json
+from importlib import import_module
 
 import pytest
 
@@ -65,21 +66,19 @@ def test_misspelt_requests(asked, args, message, capsys):
 
 def test_shipped_winners_are_known_and_fit():
     """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
-    from sonde.grid import _gpu_form_kernels
-    from sonde.grid.deformable_aggregation import gpu_kernels as aggregation
-    from sonde.grid.grid_sample import gpu_kernels as sample
-    from sonde.grid.ms_deform_attn import gpu_kernels as attention
-
-    modules = (_gpu_form_kernels, sample, aggregation, attention)
-    kernels = {x.name: (x, module) for module in modules for x in vars(module).values() if isinstance(x, Tunable)}
+    form = import_module("sonde.grid._gpu_form_kernels")
+    modules = [(form, form)]
+    for operator in ("grid_sample", "deformable_aggregation", "ms_deform_attn"):
+        modules.append(tuple(import_module(f"sonde.grid.{operator}.{file}") for file in ("gpu_kernels", "gpu_configs")))
+    kernels = {x.name: (x, configs) for module, configs in modules for x in vars(module).values() if isinstance(x, Tunable)}
     for file in winners.SHIPPED.glob("*.json"):
         document = json.loads(file.read_text())
         assert file.stem == winners.slug(document["device"])
         assert len(winners.shipped(document["device"])) == len(document["winners"]) > 0
         for row in document["winners"]:
-            kernel, module = kernels[row["kernel"]]
+            kernel, configs = kernels[row["kernel"]]
             exact = {**json.loads(row["constants"]), **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()}}
-            problem = module.Problem(**{**dict.fromkeys(kernel.batch, 1), **exact})
-            config = winners.read(module.Config, row["config"])
+            problem = configs.Problem(**{**dict.fromkeys(kernel.batch, 1), **exact})
+            config = winners.read(configs.Config, row["config"])
             assert config is not None, row
             assert kernel.fits(problem, config), row

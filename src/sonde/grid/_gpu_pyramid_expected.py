@@ -15,7 +15,7 @@ def host(table: bool, shapes: Tensor, starts: Tensor) -> tuple[int, ...]:
     return tuple(torch.cat([shapes.reshape(-1, 2), starts.reshape(-1, 1)], 1).flatten().tolist())
 
 
-def parts(queries: int, each: int) -> list[slice]:
+def portions(queries: int, each: int) -> list[slice]:
     """Of queries that take `each` so many numbers, so that the reference need not hold all their samples."""
     step = max(1, (1 << 25) // max(1, each))
     return [slice(q, q + step) for q in range(0, queries, step)]

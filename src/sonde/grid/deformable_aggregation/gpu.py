@@ -11,7 +11,8 @@ from ...op.plan import Kernel
 from .. import _gpu_pyramid_pass as passes
 from .._gpu_pyramid import Layout, Levels
 from .._gpu_pyramid_segments import Problem as Segments
-from .gpu_kernels import Problem, aggregate, aggregate_gradients, slices_of, total
+from .gpu_configs import Problem, slices_of
+from .gpu_kernels import aggregate, aggregate_gradients, total
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 

@@ -1,4 +1,4 @@
-"""Triton implementation of ``grid_sample``: what a pass does; its kernels are in ``gpu_kernels``."""
+"""Triton implementation of ``grid_sample``: what a pass does; kernels are in ``gpu_kernels``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .._gpu_axes import MODES, PADDINGS, TAPS
 from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finishing, largest
 from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
 from .._reference import joint_batch
-from .gpu_kernels import gradients, problem, sample, units
+from .gpu_configs import problem, units
+from .gpu_kernels import gradients, sample
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 Options = tuple[str, str, bool]

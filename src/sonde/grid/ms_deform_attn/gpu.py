@@ -11,7 +11,8 @@ from ...op.plan import Kernel
 from .. import _gpu_pyramid_pass as passes
 from .._gpu_pyramid import Layout, Levels
 from .._gpu_pyramid_segments import Problem as Segments
-from .gpu_kernels import Problem, attend, attend_gradients
+from .gpu_configs import Problem
+from .gpu_kernels import attend, attend_gradients
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 

@@ -1,13 +1,10 @@
-"""The kernels of ``ms_deform_attn``, one for the value and one for all gradients, and the configurations that they run in.
+"""The kernels of ``ms_deform_attn``, one for the value and one for all gradients.
 
-A program has one head and a few queries, and a tile ``[samples, channels]``: neighbouring rows are points that one query has in
-one level, so that their locations are one access. Levels and blocks of points take turns.
+A program has one head and a few queries. Levels and blocks of points take turns; neighbouring samples are points that one query has
+in one level, so that their locations are one access.
 """
 
 from __future__ import annotations
-
-from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,97 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
-from .._gpu_pyramid import block_of, fetch, level, locate, put, scatter, shares, slopes
-from .._gpu_pyramid_expected import gradients, host, parts
+from .._gpu_pyramid import level, locate, put, scatter, shares, slopes
+from .._gpu_pyramid_expected import gradients, host, portions
 from .._gpu_taps import corners
-
-FEW = 4096  # queries times heads that leave a device idle unless each is a program
-CHUNK = 8  # tiles of channels whose sums one program keeps
-
-
-class Problem(NamedTuple):
-    """What a launch computes, apart from how."""
-
-    B: int
-    S: int
-    Q: int
-    heads: int
-    D: int
-    L: int
-    P: int
-    row: int  # of the values, from pixel to pixel
-    batch: int  # from image to image
-    vector: int  # which is a multiple of this
-    itemsize: int  # of a value
-    logits: bool
-    table: bool
-    mask: bool
-    wide: torch.dtype
-    int64: bool  # offsets
-    gradients: bool
-
-
-class Config(NamedTuple):
-    block_q: int  # queries that are in flight together
-    block_p: int  # points of a query and a level that are
-    unroll: int  # turns that are
-    repeat: int  # blocks of queries of a program, one after the other
-    num_warps: int
-
-
-def default_config(p: Problem) -> Config:
-    """One warp. For a gradient, or where queries are few, its threads have one access of a tile, of four numbers or of 16 bytes.
-
-    Where queries are few, each is a program and has four levels in flight; else a thread finds a sample for all that have its
-    channels, or, for a gradient, several blocks take turns, whose neighbours add to much the same. What decides the order of a sum
-    does not depend on the batch.
-    """
-    few, block_c = p.Q * p.heads <= FEW, block_of(max(1, p.D))
-    block_p = min(power_of_2(p.P), 8)
-    if p.gradients or few:
-        rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
-    else:
-        sums = min(CHUNK, cdiv(p.D, block_c)) * block_c * (p.wide.itemsize // 4)  # of a row, in registers
-        rows = min(32, 256 * block_p // block_c, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
-    block_p = min(block_p, rows)
-    unroll, repeat = (2, 1 if few else 4) if p.gradients else (4, 1) if few else (1, 1)
-    return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, unroll, repeat, 1)
-
-
-def candidate_configs(p: Problem) -> list[Config]:
-    """The default, then others, those that differ in the fewest respects first."""
-    default = default_config(p)
-    found = {default: 0}
-    for warps, rows, block_p, unroll, repeat in product((1, 2, 4), (4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
-        config = Config(max(1, warps * rows // block_p), block_p, unroll, repeat, warps)
-        if block_p <= power_of_2(p.P) and config.block_q <= power_of_2(p.Q):
-            found.setdefault(config, sum(x != y for x, y in zip(config, default)))
-    return sorted(found, key=lambda config: found[config])
-
-
-def fits(p: Problem, config: Config) -> bool:
-    """Every number is a power of two, and a tile fits into registers."""
-    powers = all(n > 0 and n & (n - 1) == 0 for n in config)
-    return powers and config.block_q * config.block_p * block_of(max(1, p.D)) <= 2048 * config.num_warps
-
-
-def launch(p: Problem, config: Config) -> Launch:
-    block_c, tiles = block_of(max(1, p.D)), cdiv(p.D, block_of(max(1, p.D)))
-    chunk = max(1, min(CHUNK, tiles))
-    grid = (p.B * p.heads * cdiv(p.Q, config.block_q * config.repeat), 1 if p.gradients else cdiv(tiles, chunk), 1)
-    turns = p.L * cdiv(p.P, config.block_p)
-    block_s = max(block_c, power_of_2(turns)) if p.gradients else min(32, power_of_2(p.L * p.P))
-    constants = (
-        *(p.D, p.heads, p.L, p.P, p.row, p.vector, p.logits, p.table, p.mask),
-        *(accumulator(p.wide), tl.int64 if p.int64 else tl.int32),
-        *(config.block_q, config.block_p, block_c, block_s, chunk, max(1, min(config.unroll, turns)), config.repeat),
-    )
-    if not p.gradients:
-        each = config.block_q * config.block_p * block_c // (32 * config.num_warps)  # numbers of a tile that a thread has
-        constants = (*constants, max(1, min(each // 8, config.block_p)))
-    return Launch(grid, (p.S, p.Q, p.batch), constants, config.num_warps)
-
+from .gpu_configs import Problem, candidate_configs, default_config, fits, launch
+from .gpu_parts import fetch, high, low, merged, packed, part, repeated, unpacked, whole
 
 SIZES = ["S", "Q", "BATCH"]
 
@@ -181,10 +92,10 @@ def _attend(
             s00, s01, s10, s11 = shares(fy, fx)
             s00, s01 = tl.where(k00, w * s00, 0), tl.where(k01, w * s01, 0)
             s10, s11 = tl.where(k10, w * s10, 0), tl.where(k11, w * s11, 0)
-            there = k00.to(tl.int32) + 2 * k01.to(tl.int32) + 4 * k10.to(tl.int32) + 8 * k11.to(tl.int32)
+            there = packed(k00, k01, k10, k11)
             for j in tl.static_range(PARTS):
-                at, k = part(pixel, j, PARTS), part(there, j, PARTS)
-                k00, k01, k10, k11 = (k & 1) != 0, (k & 2) != 0, (k & 4) != 0, (k & 8) != 0
+                at = part(pixel, j, PARTS)
+                k00, k01, k10, k11 = unpacked(part(there, j, PARTS))
                 p00, p01 = part(s00, j, PARTS), part(s01, j, PARTS)
                 p10, p11 = part(s10, j, PARTS), part(s11, j, PARTS)
                 sums = ()
@@ -207,34 +118,6 @@ def _attend(
             cs = c0 + t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
             put(out + ((b * Q + q) * HEADS + h) * D + cs, total, (q < Q) & (cs < D))
         q0 += BLOCK_Q
-
-
-@triton.jit
-def repeated(x, TIMES: tl.constexpr):
-    """Each number of a column so many times."""
-    return tl.reshape(tl.broadcast_to(x, [x.shape[0], TIMES]), [x.shape[0] * TIMES])
-
-
-@triton.jit
-def part(x, j: tl.constexpr, PARTS: tl.constexpr):
-    """A column of one in PARTS of `x`."""
-    if PARTS == 1:
-        column = x[:, None]
-    else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
-        column = part(odd if j % 2 else even, j // 2, PARTS // 2)
-    return column
-
-
-@triton.jit
-def low(pair):
-    """Of two bfloat16 in 32 bits the first, which takes one instruction; as a number of its own it takes two."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high(pair):
-    return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -292,9 +175,14 @@ def _attend_gradients(
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
     REPEAT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """All gradients in one pass over the samples, for each all channels."""
-    ROWS: tl.constexpr = BLOCK_Q * BLOCK_P
+    """All gradients in one pass over the samples, for each all channels. Samples are found by one thread each, as above.
+
+    Points of a query that meet at a pixel add to it once.
+    """
+    SAMPLES: tl.constexpr = BLOCK_Q * BLOCK_P
+    ROWS: tl.constexpr = SAMPLES // PARTS
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     READS: tl.constexpr = d_locations is not None or d_weights is not None
     SOFT: tl.constexpr = LOGITS and d_weights is not None
@@ -303,19 +191,22 @@ def _attend_gradients(
         image = value + b * (BATCH // VECTOR * VECTOR) + h * D
     if d_value is not None:
         d_image = d_value + b * S * (HEADS * D) + h * D
-    i = tl.arange(0, ROWS)[:, None]
+    i = tl.arange(0, SAMPLES)
     c = tl.arange(0, BLOCK_C)[None, :]
+    of_row = tl.arange(0, ROWS)[:, None] // (BLOCK_P // PARTS)  # the query
     for _ in range(REPEAT):
         in_q = q0 + i // BLOCK_P < Q
         first = ((b * Q + q0) * HEADS + h) * (L * P)
         row = (i // BLOCK_P).to(OFFSET) * (HEADS * L * P)
-        g_row = grad + ((b * Q + q0) * HEADS + h) * D + (i // BLOCK_P) * (HEADS * D) + c
+        g_row = grad + ((b * Q + q0) * HEADS + h) * D + of_row * (HEADS * D) + c
         if D <= BLOCK_C:
-            g = tl.load(g_row, mask=in_q & (c < D), other=0).to(ACC)
+            g = tl.load(g_row, mask=(q0 + of_row < Q) & (c < D), other=0).to(ACC)
         if LOGITS:
-            most, scale = normaliser(weights + first, row, in_q, L * P, BLOCK_S, ACC)
+            each = tl.arange(0, BLOCK_Q)[:, None]
+            most, scale = normaliser(weights + first, each.to(OFFSET) * (HEADS * L * P), q0 + each < Q, L * P, BLOCK_S, ACC)
+            most, scale = repeated(most, BLOCK_P), repeated(scale, BLOCK_P)
         if SOFT:
-            products = tl.zeros([ROWS, BLOCK_S], ACC)  # of grad and sample, turn by turn
+            products = tl.zeros([SAMPLES, BLOCK_S], ACC)  # of grad and sample, turn by turn
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
@@ -327,20 +218,32 @@ def _attend_gradients(
             if LOGITS:
                 w = tl.exp(w - most) * scale
             w = tl.where(live, w, 0)
-            g00 = tl.zeros([ROWS, BLOCK_C], ACC)  # products of grad and each corner, summed over tiles
-            g01, g10, g11 = g00, g00, g00
-            for c0 in tl.range(0, D, BLOCK_C):
-                if D > BLOCK_C:
-                    g = tl.load(g_row + c0, mask=in_q & (c0 + c < D), other=0).to(ACC)
-                if READS:
-                    v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, c0 + c, c0 + c < D, W, ROW, ACC)
-                    g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
+            there = packed(k00, k01, k10, k11)
+            if d_value is not None:
+                p00, p01, p10, p11, a00, a01, a10, a11 = merged(v, u, w, H, W, BLOCK_P, OFFSET)
+                adds = packed(k00 & a00, k01 & a01, k10 & a10, k11 & a11)
+            d00, d01, d10, d11 = (), (), (), ()  # products of grad and each corner
+            for j in tl.static_range(PARTS):
+                at = part(pixel, j, PARTS)
+                k00, k01, k10, k11 = unpacked(part(there, j, PARTS))
                 if d_value is not None:
-                    p = d_image + pixel * (HEADS * D) + c0 + c
-                    scatter(p, w * g, s00, s01, s10, s11, k00, k01, k10, k11, c0 + c < D, W, HEADS * D)
+                    w00, w01, w10, w11 = part(p00, j, PARTS), part(p01, j, PARTS), part(p10, j, PARTS), part(p11, j, PARTS)
+                    a00, a01, a10, a11 = unpacked(part(adds, j, PARTS))
+                g00 = tl.zeros([ROWS, BLOCK_C], ACC)  # summed over tiles
+                g01, g10, g11 = g00, g00, g00
+                for c0 in tl.range(0, D, BLOCK_C):
+                    if D > BLOCK_C:
+                        g = tl.load(g_row + c0, mask=(q0 + of_row < Q) & (c0 + c < D), other=0).to(ACC)
+                    if READS:
+                        v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, c0 + c, c0 + c < D, W, ROW, ACC)
+                        g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
+                    if d_value is not None:
+                        p = d_image + at * (HEADS * D) + c0 + c
+                        scatter(p, g, w00, w01, w10, w11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
+                d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
+                d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)
             if READS:
-                d00, d01 = tl.sum(g00, 1, keep_dims=True), tl.sum(g01, 1, keep_dims=True)
-                d10, d11 = tl.sum(g10, 1, keep_dims=True), tl.sum(g11, 1, keep_dims=True)
+                d00, d01, d10, d11 = whole(d00, PARTS), whole(d01, PARTS), whole(d10, PARTS), whole(d11, PARTS)
             if d_locations is not None:
                 dy, dx = slopes(d00, d01, d10, d11, fy, fx)
                 put(d_locations + 2 * first + 2 * sample, tl.where(live, w * dx * W, 0), in_p)
@@ -348,31 +251,30 @@ def _attend_gradients(
             if d_weights is not None:
                 product = tl.where(live, s00 * d00 + s01 * d01 + s10 * d10 + s11 * d11, 0)
                 if LOGITS:
-                    products = tl.where(tl.arange(0, BLOCK_S)[None, :] == turn, product, products)
+                    products = tl.where(tl.arange(0, BLOCK_S)[None, :] == turn, product[:, None], products)
                 else:
                     put(d_weights + first + sample, product, in_p)
         if SOFT:
             turn = tl.arange(0, BLOCK_S)[None, :]
-            point = turn % BLOCKS * BLOCK_P + i % BLOCK_P
-            sample, in_p = row + turn // BLOCKS * P + point, in_q & (point < P) & (turn < L * BLOCKS)
+            point = turn % BLOCKS * BLOCK_P + i[:, None] % BLOCK_P
+            sample, in_p = row[:, None] + turn // BLOCKS * P + point, in_q[:, None] & (point < P) & (turn < L * BLOCKS)
             x = tl.load(weights + first + sample, mask=in_p, other=float("-inf")).to(ACC)
-            w = tl.where(in_p, tl.exp(x - most) * scale, 0)
+            w = tl.where(in_p, tl.exp(x - most[:, None]) * scale[:, None], 0)
             mean = tl.sum(tl.reshape(tl.sum(w * products, 1), [BLOCK_Q, BLOCK_P]), 1, keep_dims=True)
-            mean = tl.reshape(tl.broadcast_to(mean, [BLOCK_Q, BLOCK_P]), [ROWS, 1])
-            put(d_weights + first + sample, w * (products - mean), in_p)
+            put(d_weights + first + sample, w * (products - repeated(mean, BLOCK_P)[:, None]), in_p)
         q0 += BLOCK_Q
 
 
-def _parts(p: Problem) -> list[slice]:
-    return parts(p.Q, p.B * p.heads * p.L * p.P * p.D)
+def _portions(p: Problem) -> list[slice]:
+    return portions(p.Q, p.B * p.heads * p.L * p.P * p.D)
 
 
 def expected(p: Problem, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, out: Tensor):
     from .reference import ms_deform_attn
 
     levels, wide = host(p.table, shapes, starts), value.to(p.wide)
-    parts = [ms_deform_attn(wide, None, None, locations[:, q], weights[:, q], levels, p.logits) for q in _parts(p)]
-    return {5: torch.cat(parts, 1).view(out.shape)}
+    found = [ms_deform_attn(wide, None, None, locations[:, q], weights[:, q], levels, p.logits) for q in _portions(p)]
+    return {5: torch.cat(found, 1).view(out.shape)}
 
 
 def expected_gradients(
@@ -383,7 +285,7 @@ def expected_gradients(
     if value is None:
         value = torch.zeros(p.B, p.S, p.heads, p.D, device=grad.device)
     levels, rows = host(p.table, shapes, starts), grad.reshape(p.B, p.Q, -1)
-    return gradients(ms_deform_attn, levels, p.logits, _parts(p), rows, value, locations, weights, results, p.wide)
+    return gradients(ms_deform_attn, levels, p.logits, _portions(p), rows, value, locations, weights, results, p.wide)
 
 
 attend = jit.kernel(

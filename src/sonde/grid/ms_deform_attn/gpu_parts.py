@@ -1,0 +1,96 @@
+"""Device code of samples that one thread finds for all threads that have channels of them.
+
+What is known of a block of samples has one dimension. Tiles ``[samples, channels]`` have a part of the samples at a time: every
+second, fourth or eighth of them, so that rows of a tile are the same query's in all parts.
+"""
+
+import triton
+import triton.language as tl
+
+from .._gpu_pyramid import along, shares
+
+
+@triton.jit
+def fetch(locations, i, here, ACC: tl.constexpr):
+    """The coordinates (v, u) of locations, both by one access; outside of everything if not `here`."""
+    u, v = tl.split(tl.load(locations + 2 * i[:, None] + tl.arange(0, 2), mask=here[:, None], other=-1.0))
+    return v.to(ACC), u.to(ACC)
+
+
+@triton.jit
+def repeated(x, TIMES: tl.constexpr):
+    """Each number of a column so many times."""
+    return tl.reshape(tl.broadcast_to(x, [x.shape[0], TIMES]), [x.shape[0] * TIMES])
+
+
+@triton.jit
+def part(x, j: tl.constexpr, PARTS: tl.constexpr):
+    """A column of one in PARTS of `x`."""
+    if PARTS == 1:
+        column = x[:, None]
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        column = part(odd if j % 2 else even, j // 2, PARTS // 2)
+    return column
+
+
+@triton.jit
+def whole(columns, PARTS: tl.constexpr):
+    """What ``part`` has taken apart, of one number for each row."""
+    if PARTS == 1:
+        x = columns[0]
+    else:
+        x = tl.reshape(tl.join(whole(columns[0::2], PARTS // 2), whole(columns[1::2], PARTS // 2)), [columns[0].shape[0] * PARTS])
+    return x
+
+
+@triton.jit
+def packed(k00, k01, k10, k11):
+    """Four truths of each sample in one number."""
+    return k00.to(tl.int32) + 2 * k01.to(tl.int32) + 4 * k10.to(tl.int32) + 8 * k11.to(tl.int32)
+
+
+@triton.jit
+def unpacked(k):
+    return (k & 1) != 0, (k & 2) != 0, (k & 4) != 0, (k & 8) != 0
+
+
+@triton.jit
+def merged(v, u, w, H, W, POINTS: tl.constexpr, OFFSET: tl.constexpr):
+    """→ what each corner of a sample's cell gets, and whether it is this sample that adds it.
+
+    All points of a query add multiples of one row, its gradient. Of those that meet at a pixel the first adds for all: their shares
+    are summed, which are single numbers. POINTS neighbours are of one query; each looks at every other.
+    """
+    y, fy, _top, _bottom = along(v, H, OFFSET)
+    x, fx, _left, _right = along(u, W, OFFSET)
+    y, x = y.to(w.dtype), x.to(w.dtype)
+    s00, s01, s10, s11 = shares(fy, fx)
+    s00, s01, s10, s11 = w * s00, w * s01, w * s10, w * s11
+    n00 = tl.zeros_like(w)  # points before this one that are there
+    n01, n10, n11 = n00, n00, n00
+    i = tl.arange(0, w.shape[0])
+    for step in tl.static_range(1, POINTS):
+        j = i ^ step
+        before = tl.where(j < i, 1.0, 0.0).to(w.dtype)
+        dy, dx, other = tl.gather(y, j, 0) - y, tl.gather(x, j, 0) - x, tl.gather(w, j, 0)
+        gy, gx = dy + tl.gather(fy, j, 0), dx + tl.gather(fx, j, 0)
+        top, bottom, left, right = tl.abs(dy + 0.5) < 1, tl.abs(dy - 0.5) < 1, tl.abs(dx + 0.5) < 1, tl.abs(dx - 0.5) < 1
+        s0, s1 = other * (1 - tl.abs(gy)), other * (1 - tl.abs(gy - 1))
+        t0, t1 = 1 - tl.abs(gx), 1 - tl.abs(gx - 1)
+        s00, n00 = tl.where(top & left, s00 + s0 * t0, s00), tl.where(top & left, n00 + before, n00)
+        s01, n01 = tl.where(top & right, s01 + s0 * t1, s01), tl.where(top & right, n01 + before, n01)
+        s10, n10 = tl.where(bottom & left, s10 + s1 * t0, s10), tl.where(bottom & left, n10 + before, n10)
+        s11, n11 = tl.where(bottom & right, s11 + s1 * t1, s11), tl.where(bottom & right, n11 + before, n11)
+    return s00, s01, s10, s11, n00 == 0, n01 == 0, n10 == 0, n11 == 0
+
+
+@triton.jit
+def low(pair):
+    """Of two bfloat16 in 32 bits the first, which takes one instruction; as a number of its own it takes two."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
