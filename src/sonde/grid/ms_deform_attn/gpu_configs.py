@@ -47,20 +47,19 @@ class Config(NamedTuple):
 
 def default_config(p: Problem) -> Config:
     """One warp. Where queries are few, each is a program, whose threads have one access of a tile, of four numbers or of 16 bytes.
-    Else one thread finds a sample for all that have its channels. Several turns are in flight where registers are free.
+    Else one thread finds a sample for all that have its channels, but for values of 32 bits or more, where that does not pay.
 
     What decides the order of a sum does not depend on the batch.
     """
     few, block_c, block_p = p.Q * p.heads <= FEW, block_of(max(1, p.D)), min(power_of_2(p.P), 8)
-    if few or (p.gradients and p.wide.itemsize > 4):
-        rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
+    shared = not few and (p.wide.itemsize if p.gradients else 2 * p.itemsize) <= 4
+    if shared:
+        rows, sums = min(32, 256 * block_p // block_c), min(CHUNK, cdiv(p.D, block_c)) * block_c  # of a row, in registers
+        rows = rows if p.gradients else min(rows, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
     else:
-        rows = min(32, 256 * block_p // block_c)
-        if not p.gradients:
-            sums = min(CHUNK, cdiv(p.D, block_c)) * block_c * (p.wide.itemsize // 4)  # of a row, in registers
-            rows = min(rows, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
-    block_p = min(block_p, rows)
-    unroll = (4 if few else 2) // (2 if p.gradients else 1)
+        rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
+    block_p = min(block_p, rows) if few or shared or p.gradients else 1
+    unroll = (2 if few else 1) if p.gradients else (2 if shared else 4)
     repeat = 2 if p.gradients and not few and block_p <= 4 else 1
     return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, unroll, repeat, 1)
 
