@@ -46,31 +46,35 @@ class Config(NamedTuple):
 
 
 def default_config(p: Problem) -> Config:
-    """One warp. Where queries are few, each is a program, whose threads have one access of a tile, of four numbers or of 16 bytes.
-    Else one thread finds a sample for all that have its channels, but for values of 32 bits or more, where that does not pay.
+    """One warp. Where queries are few, each is a program, whose threads have one access of a tile, of four numbers or of 16 bytes;
+    a float32 value does best with such tiles, too, and float64 fits into no others. Else tiles have as many samples as a warp
+    has threads, each of which finds one. Turns are in flight together as far as registers go.
 
     What decides the order of a sum does not depend on the batch.
     """
     few, block_c, block_p = p.Q * p.heads <= FEW, block_of(max(1, p.D)), min(power_of_2(p.P), 8)
-    shared = not few and (p.wide.itemsize if p.gradients else 2 * p.itemsize) <= 4
-    if shared:
-        rows, sums = min(32, 256 * block_p // block_c), min(CHUNK, cdiv(p.D, block_c)) * block_c  # of a row, in registers
-        rows = rows if p.gradients else min(rows, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
-    else:
+    tiles, wide = max(1, cdiv(p.D, block_c)), p.wide.itemsize > 4 if p.gradients else p.itemsize > 2
+    if few or wide:
         rows = 32 * vector_of(4 if p.gradients else 16 // p.itemsize, p.row, p.D, block_c) // block_c
-    block_p = min(block_p, rows) if few or shared or p.gradients else 1
-    unroll = (2 if few else 1) if p.gradients else (2 if shared else 4)
-    repeat = 2 if p.gradients and not few and block_p <= 4 else 1
-    return Config(max(1, min(rows // block_p, power_of_2(p.Q))), block_p, unroll, repeat, 1)
+        block_p = min(block_p, rows) if few or p.gradients else 1
+    else:
+        sums = 1 if p.gradients else min(CHUNK, tiles) * block_c * (p.wide.itemsize // 4)  # of a row, in registers
+        rows = min(32, 256 * block_p // block_c, power_of_2(1024 // sums + 1) // 2)  # the largest power of two
+        block_p = min(block_p, rows)
+    block_q = max(1, min(rows // block_p, power_of_2(p.Q)))
+    if p.gradients:
+        return Config(block_q, block_p, 2 if few else 1, 1 if few or block_p > 4 else 2, 1)
+    return Config(block_q, block_p, 4 if few else max(1, 4 // tiles) if wide else 2, 1, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
-    """The default, then others, those that differ in the fewest respects first."""
+    """The default, then others, those that differ in the fewest respects first; no gradients that take a minute to compile."""
     default = default_config(p)
     found = {default: 0}
     for warps, rows, block_p, unroll, repeat in product((1, 2, 4), (4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
         config = Config(max(1, warps * rows // block_p), block_p, unroll, repeat, warps)
-        if block_p <= power_of_2(p.P) and config.block_q <= power_of_2(p.Q):
+        short = not p.gradients or config.block_q * block_p * unroll <= 64 * warps
+        if short and block_p <= power_of_2(p.P) and config.block_q <= power_of_2(p.Q):
             found.setdefault(config, sum(x != y for x, y in zip(config, default)))
     return sorted(found, key=lambda config: found[config])
 

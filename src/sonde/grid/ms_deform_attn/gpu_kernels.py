@@ -179,7 +179,7 @@ def _attend_gradients(
 ):
     """All gradients in one pass over the samples, for each all channels. Samples are found by one thread each, as above.
 
-    Points of a query that meet at a pixel add to it once.
+    Points of a block that meet at a pixel add to it once.
     """
     SAMPLES: tl.constexpr = BLOCK_Q * BLOCK_P
     ROWS: tl.constexpr = SAMPLES // PARTS
@@ -220,14 +220,14 @@ def _attend_gradients(
             w = tl.where(live, w, 0)
             there = packed(k00, k01, k10, k11)
             if d_value is not None:
-                p00, p01, p10, p11, a00, a01, a10, a11 = merged(v, u, w, H, W, BLOCK_P, OFFSET)
+                t00, t01, t10, t11, a00, a01, a10, a11 = merged(v, u, w, H, W, BLOCK_P, OFFSET)
                 adds = packed(k00 & a00, k01 & a01, k10 & a10, k11 & a11)
             d00, d01, d10, d11 = (), (), (), ()  # products of grad and each corner
             for j in tl.static_range(PARTS):
                 at = part(pixel, j, PARTS)
                 k00, k01, k10, k11 = unpacked(part(there, j, PARTS))
                 if d_value is not None:
-                    w00, w01, w10, w11 = part(p00, j, PARTS), part(p01, j, PARTS), part(p10, j, PARTS), part(p11, j, PARTS)
+                    p00, p01, p10, p11 = part(t00, j, PARTS), part(t01, j, PARTS), part(t10, j, PARTS), part(t11, j, PARTS)
                     a00, a01, a10, a11 = unpacked(part(adds, j, PARTS))
                 g00 = tl.zeros([ROWS, BLOCK_C], ACC)  # summed over tiles
                 g01, g10, g11 = g00, g00, g00
@@ -238,8 +238,8 @@ def _attend_gradients(
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, c0 + c, c0 + c < D, W, ROW, ACC)
                         g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
                     if d_value is not None:
-                        p = d_image + at * (HEADS * D) + c0 + c
-                        scatter(p, g, w00, w01, w10, w11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
+                        to = d_image + at * (HEADS * D) + c0 + c
+                        scatter(to, g, p00, p01, p10, p11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
                 d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
                 d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)
             if READS:

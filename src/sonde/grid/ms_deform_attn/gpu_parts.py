@@ -60,28 +60,29 @@ def merged(v, u, w, H, W, POINTS: tl.constexpr, OFFSET: tl.constexpr):
     """→ what each corner of a sample's cell gets, and whether it is this sample that adds it.
 
     All points of a query add multiples of one row, its gradient. Of those that meet at a pixel the first adds for all: their shares
-    are summed, which are single numbers. POINTS neighbours are of one query; each looks at every other.
+    are summed, which are single numbers. POINTS neighbours are of one query and level; each looks at every other. Whether a pixel
+    is there is the same for all that have it; those that are absent have none that is.
     """
     y, fy, _top, _bottom = along(v, H, OFFSET)
     x, fx, _left, _right = along(u, W, OFFSET)
     y, x = y.to(w.dtype), x.to(w.dtype)
     s00, s01, s10, s11 = shares(fy, fx)
     s00, s01, s10, s11 = w * s00, w * s01, w * s10, w * s11
-    n00 = tl.zeros_like(w)  # points before this one that are there
+    n00 = tl.zeros_like(w)  # points before this one that have the corner; as numbers they need no predicate
     n01, n10, n11 = n00, n00, n00
     i = tl.arange(0, w.shape[0])
     for step in tl.static_range(1, POINTS):
         j = i ^ step
         before = tl.where(j < i, 1.0, 0.0).to(w.dtype)
         dy, dx, other = tl.gather(y, j, 0) - y, tl.gather(x, j, 0) - x, tl.gather(w, j, 0)
-        gy, gx = dy + tl.gather(fy, j, 0), dx + tl.gather(fx, j, 0)
-        top, bottom, left, right = tl.abs(dy + 0.5) < 1, tl.abs(dy - 0.5) < 1, tl.abs(dx + 0.5) < 1, tl.abs(dx - 0.5) < 1
-        s0, s1 = other * (1 - tl.abs(gy)), other * (1 - tl.abs(gy - 1))
-        t0, t1 = 1 - tl.abs(gx), 1 - tl.abs(gx - 1)
-        s00, n00 = tl.where(top & left, s00 + s0 * t0, s00), tl.where(top & left, n00 + before, n00)
-        s01, n01 = tl.where(top & right, s01 + s0 * t1, s01), tl.where(top & right, n01 + before, n01)
-        s10, n10 = tl.where(bottom & left, s10 + s1 * t0, s10), tl.where(bottom & left, n10 + before, n10)
-        s11, n11 = tl.where(bottom & right, s11 + s1 * t1, s11), tl.where(bottom & right, n11 + before, n11)
+        py, px = dy + tl.gather(fy, j, 0), dx + tl.gather(fx, j, 0)  # where the other is, from this one's first corner
+        has_y0, has_y1, has_x0, has_x1 = tl.abs(dy + 0.5) < 1, tl.abs(dy - 0.5) < 1, tl.abs(dx + 0.5) < 1, tl.abs(dx - 0.5) < 1
+        y0, y1 = other * (1 - tl.abs(py)), other * (1 - tl.abs(py - 1))
+        x0, x1 = 1 - tl.abs(px), 1 - tl.abs(px - 1)
+        s00, n00 = tl.where(has_y0 & has_x0, s00 + y0 * x0, s00), tl.where(has_y0 & has_x0, n00 + before, n00)
+        s01, n01 = tl.where(has_y0 & has_x1, s01 + y0 * x1, s01), tl.where(has_y0 & has_x1, n01 + before, n01)
+        s10, n10 = tl.where(has_y1 & has_x0, s10 + y1 * x0, s10), tl.where(has_y1 & has_x0, n10 + before, n10)
+        s11, n11 = tl.where(has_y1 & has_x1, s11 + y1 * x1, s11), tl.where(has_y1 & has_x1, n11 + before, n11)
     return s00, s01, s10, s11, n00 == 0, n01 == 0, n10 == 0, n11 == 0
 
 
