@@ -59,6 +59,13 @@ def test_grid_sample(mode, padding_mode, align_corners):
     assert not layer.state_dict()
 
 
+@pytest.mark.parametrize(("wrong", "error"), [(dict(mode="biliner"), ValueError), (dict(align_corners=None), TypeError)])
+def test_misspelt_grid_sample(wrong, error):
+    """It is heard of where the layer is made, not at its first call."""
+    with pytest.raises(error, match=f"{next(iter(wrong))} must be"):
+        sonde.nn.GridSample(**wrong)
+
+
 # ---- MSDeformAttn -------------------------------------------------------------------------------------------------------
 
 

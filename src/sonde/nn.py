@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn
+from .grid.grid_sample.api import check_options
 
 __all__ = ["DeformableFeatureAggregation", "GridSample", "MSDeformAttn", "SparseBox3DKeyPointsGenerator"]
 
@@ -35,6 +36,7 @@ class GridSample(nn.Module):
         padding_mode: Literal["zeros", "border", "reflection"] = "zeros",
         align_corners: bool = False,
     ) -> None:
+        check_options(mode, padding_mode, align_corners)
         super().__init__()
         self.mode, self.padding_mode, self.align_corners = mode, padding_mode, align_corners
 

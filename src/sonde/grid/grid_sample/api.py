@@ -18,6 +18,15 @@ Padding = Literal["zeros", "border", "reflection"]
 IMAGE, VOLUME = ("B C H W", "B Ho Wo 2"), ("B C D H W", "B Do Ho Wo 3")
 
 
+def check_options(mode: Any, padding_mode: Any, align_corners: Any) -> None:
+    for name, value, known in (("mode", mode, Mode), ("padding_mode", padding_mode, Padding)):
+        if not isinstance(value, str) or value not in get_args(known):
+            choice = ", ".join(map(repr, get_args(known)))
+            raise ValueError(f"grid_sample: {name} must be one of {choice}; got {value!r}")
+    if not isinstance(align_corners, bool):
+        raise TypeError(f"grid_sample: align_corners must be True or False; got {align_corners!r}")
+
+
 def _check_folded(input: Any, grid: Any, mode: Any, padding_mode: Any, align_corners: Any) -> None:
     """What holds of every call, also of one whose batch torch.func has folded."""
     volume = getattr(input, "ndim", 4) == 5
@@ -29,17 +38,12 @@ def _check_folded(input: Any, grid: Any, mode: Any, padding_mode: Any, align_cor
         )
     of_input, of_grid = VOLUME if volume else IMAGE
     checks.shapes("grid_sample", input=(input, of_input), grid=(grid, of_grid.replace("B", "N")))
-    for name, value, known in (("mode", mode, Mode), ("padding_mode", padding_mode, Padding)):
-        if not isinstance(value, str) or value not in get_args(known):
-            choice = ", ".join(map(repr, get_args(known)))
-            raise ValueError(f"grid_sample: {name} must be one of {choice}; got {value!r}")
+    check_options(mode, padding_mode, align_corners)
     if mode == "bicubic" and volume:
         raise ValueError(
             "grid_sample: mode='bicubic' must have a 4-dimensional input; "
             f"got {input.ndim}: {list(input.shape)}. Use mode='bilinear', which is trilinear there"
         )
-    if not isinstance(align_corners, bool):
-        raise TypeError(f"grid_sample: align_corners must be True or False; got {align_corners!r}")
 
 
 def _check(input: Any, grid: Any, mode: Any, padding_mode: Any, align_corners: Any) -> None:
