@@ -78,7 +78,7 @@ def _attend(
             most, scale = normaliser(weights + first, each.to(OFFSET) * (HEADS * L * P), q0 + each < Q, L * P, BLOCK_S, ACC)
             most, scale = repeated(most, BLOCK_P), repeated(scale, BLOCK_P)
         totals = ()  # of each tile; of pairs, those of the first and of the second
-        for _ in tl.static_range(TILES * PAIR):
+        for _t in tl.static_range(TILES * PAIR):
             totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
