@@ -74,9 +74,7 @@ def _attend(
         first = ((b * Q + q0) * HEADS + h) * (L * P)  # sample of the block
         row = (i // BLOCK_P).to(OFFSET) * (HEADS * L * P)
         if LOGITS:
-            each = tl.arange(0, BLOCK_Q)[:, None]
-            most, scale = normaliser(weights + first, each.to(OFFSET) * (HEADS * L * P), q0 + each < Q, L * P, BLOCK_S, ACC)
-            most, scale = repeated(most, BLOCK_P), repeated(scale, BLOCK_P)
+            most, scale = normaliser(weights + first, q0, Q, HEADS, L * P, BLOCK_Q, BLOCK_P, BLOCK_S, ACC, OFFSET)
         totals = ()  # of each tile; of pairs, those of the first and of the second
         for _t in tl.static_range(TILES * PAIR):
             totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
@@ -129,8 +127,13 @@ def which(Q, HEADS: tl.constexpr, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def normaliser(weights, row, in_q, N: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """The largest of each row's N logits, and one over the sum of exp(logit − largest)."""
+def normaliser(
+    weights, q0, Q, HEADS: tl.constexpr, N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """For each sample of a block: the largest of its query's N logits, and one over the sum of exp(logit − largest)."""
+    each = tl.arange(0, BLOCK_Q)[:, None]
+    row, in_q = each.to(OFFSET) * (HEADS * N), q0 + each < Q
     most = tl.full(row.shape, float("-inf"), ACC)
     total = tl.zeros(row.shape, ACC)
     for s0 in range(0, N, BLOCK):
@@ -140,7 +143,7 @@ def normaliser(weights, row, in_q, N: tl.constexpr, BLOCK: tl.constexpr, ACC: tl
         shift = tl.where(more == float("-inf"), 0, more)
         total = total * tl.exp(most - shift) + tl.sum(tl.exp(x - shift), 1, keep_dims=True)
         most = more
-    return most, 1 / total
+    return repeated(most, BLOCK_P), repeated(1 / total, BLOCK_P)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -202,9 +205,7 @@ def _attend_gradients(
         if D <= BLOCK_C:
             g = tl.load(g_row, mask=(q0 + of_row < Q) & (c < D), other=0).to(ACC)
         if LOGITS:
-            each = tl.arange(0, BLOCK_Q)[:, None]
-            most, scale = normaliser(weights + first, each.to(OFFSET) * (HEADS * L * P), q0 + each < Q, L * P, BLOCK_S, ACC)
-            most, scale = repeated(most, BLOCK_P), repeated(scale, BLOCK_P)
+            most, scale = normaliser(weights + first, q0, Q, HEADS, L * P, BLOCK_Q, BLOCK_P, BLOCK_S, ACC, OFFSET)
         if SOFT:
             products = tl.zeros([SAMPLES, BLOCK_S], ACC)  # of grad and sample, turn by turn
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
@@ -240,8 +241,9 @@ def _attend_gradients(
                     if d_value is not None:
                         to = d_image + at * (HEADS * D) + c0 + c
                         scatter(to, g, p00, p01, p10, p11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
-                d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
-                d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)
+                if READS:
+                    d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
+                    d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)
             if READS:
                 d00, d01, d10, d11 = whole(d00, PARTS), whole(d01, PARTS), whole(d10, PARTS), whole(d11, PARTS)
             if d_locations is not None:
