@@ -160,6 +160,55 @@ def test_every_sample_counts_once(impl, mode):
     assert grad.sum().item() == 2 * A
 
 
+@pytest.mark.parametrize("outside", ["drop", "zeros"])
+@pytest.mark.parametrize("few", [0, 1 << 30], ids=["many", "few"])
+@pytest.mark.parametrize(("P", "C", "heads"), [(3, 4, 4), (9, 5, 3), (21, 8, 2)])
+def test_points_that_meet(triton_target, monkeypatch, P, C, heads, few, outside):
+    """Points in one cell are taken together. Here most are, at centres and edges of pixels and outside, too; a program has some of
+    them, its neighbours the others, in either order."""
+    from sonde.grid.deformable_aggregation import gpu_configs
+
+    monkeypatch.setattr(gpu_configs, "MANY", few)
+    g, device = torch.Generator().manual_seed(P), triton_target.device
+    shapes = (((2, 3), (1, 1)), ((1, 2), (3, 2)))
+    eighths = torch.randint(-2, 11, (2, 3, P, 2, 2), generator=g, dtype=torch.float64) / 8
+    features, weights = (
+        torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 15, C * heads), (2, 3, P, 2, 2, heads))
+    )
+    args = [features.to(device), shapes, None, eighths.to(device), weights.to(device), outside]
+    close(value_and_grads(OPERATOR.call(triton_target), args), value_and_grads(OPERATOR.call(Target("reference")), args))
+
+
+def test_the_batch_decides_nothing_that_rounds(triton_target):
+    """It may decide how many points a program has, and tiles of other sizes may round otherwise; so it does not where the features'
+    gradient, which is added up in whatever order, is not among the others."""
+    from sonde.grid.deformable_aggregation import gpu_configs
+
+    cars = dict(S=89760, A=900, N=78, cams=6, L=4, C=256, G=8, row=256, batch=89760 * 256, vector=16, itemsize=4, slices=1)
+    how = dict(drop=True, table=True, mask=False, wide=torch.float32, int64=False, gradients=True)
+    for adds, alike in ((False, True), (True, False)):
+        one, many = (gpu_configs.Problem(B, **cars, **how, adds=adds) for B in (1, 64))
+        config = gpu_configs.default_cells(one)
+        assert config == gpu_configs.default_cells(many)
+        one, many = gpu_configs.launch_cells(one, config), gpu_configs.launch_cells(many, config)
+        assert ((one.sizes, one.constants, one.num_warps) == (many.sizes, many.constants, many.num_warps)) is alike
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
+    """It spoils the pixels around its own point, with whoever lies in their cell, and none around the next one."""
+    features, weights = torch.ones(1, 12, 4), torch.ones(1, 1, 5, 1, 1, 1)
+    weights[:, :, 1] = wrong
+    x = torch.tensor([1.25, 4.25, 6.25, 9.25, 4.5]) / 12  # the second has pixels 3 and 4, the third 5 and 6, the last 4 alone
+    locations = torch.stack([x, torch.full((5,), 0.5)], -1).view(1, 1, 5, 1, 2)
+    args = [t.to(impl.device) for t in (features, locations, weights)]
+    call = lambda target: lambda f, x, w: OPERATOR.call(target)(f, [[(1, 12)]], None, x, w, "drop")
+    d_features, d_locations, _ = value_and_grads(call(impl), args)[1]
+    torch.testing.assert_close(d_features, value_and_grads(call(Target("reference")), args)[1][0], equal_nan=True)
+    assert d_features[0, :, 0].isfinite().tolist() == [i not in (3, 4) for i in range(12)]
+    assert d_locations[0, 0, [0, 2, 3, 4]].isfinite().all()
+
+
 # ---- edges --------------------------------------------------------------------------------------------------------------------
 
 

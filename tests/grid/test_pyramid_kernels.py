@@ -95,7 +95,7 @@ def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypa
     for (name, problem), (kernel, tensors) in met.items():
         configs = kernel.fitting(problem)
         assert configs[0] == kernel.default(problem)
-        assert len(configs) > 10
+        assert len(configs) >= 5  # so that those below differ
         trials = bench.Bench(kernel, problem, tensors)
         for config in (*configs[:3], configs[len(configs) // 2], configs[-1]):
             _, cause, error, _ = trials.trial(config, None)
@@ -113,11 +113,14 @@ def test_levels_that_only_the_device_knows(path, dtype, triton_target):
     shapes, starts = args[1].to(dtype), args[2].to(dtype)
     levels = tuple(torch.cat([shapes, starts[..., None]], -1).flatten().tolist())
     known = [args[0], None, None, *args[3:5], levels, args[6]]
+    strided = torch.stack([shapes, shapes], -1)[..., 0], torch.stack([starts, starts], -1)[..., 0]
     for mode in (False, True):
         want = value_and_gradients(gpu, known, mode)
-        assert same_bits(value_and_gradients(gpu, [args[0], shapes, starts, *args[3:]], mode), want)
-        strided = torch.stack([shapes, shapes], -1)[..., 0], torch.stack([starts, starts], -1)[..., 0]
-        assert same_bits(value_and_gradients(gpu, [args[0], *strided, *args[3:]], mode), want)
+        for told in ((shapes, starts), strided):
+            got = value_and_gradients(gpu, [args[0], *told, *args[3:]], mode)
+            if not (mode or triton_target.interpreted):  # a GPU adds up the features' gradient in whatever order
+                torch.testing.assert_close(got.pop(1), want[1])
+            assert same_bits(got, want if mode or triton_target.interpreted else [want[0], *want[2:]])
 
 
 @pytest.mark.parametrize("path", OPERATORS)
@@ -137,6 +140,19 @@ def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, triton
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     for a in [*got, *value_and_gradients(gpu, args, True)]:
         assert a.isfinite().all()
+
+
+def test_a_level_wider_than_all_rows(triton_target):
+    """Of its two rows of pixels the ends lie within the features, and offsets between them do not fit into 32 bits."""
+    C, S, W = 64, 100, 2**25
+    device, level, features = triton_target.device, torch.tensor([[2, W]]), torch.ones(1, S, C)
+    place, start = torch.tensor([10 / W, 0.5]), torch.tensor([2 - W])
+    aggregation = features, level[None], start[None], place.view(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1, 1)
+    attention = features.view(1, S, 1, C), level, start, place.view(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
+    for path, tensors in (("grid.deformable_aggregation", aggregation), ("grid.ms_deform_attn", attention)):
+        args = [*(redzone(t.to(device)) if t.is_floating_point() else t.to(device) for t in tensors), (), False]
+        for mode in (False, True):
+            assert all(a.isfinite().all() for a in value_and_gradients(Operator.find(path).kernels("triton"), args, mode))
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def sees(v, u, H, W, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def locate(v, u, here, H, W, start, S, MASK: tl.constexpr, OFFSET: tl.constexpr):
+def locate(v, u, here, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
     """→ the row of the first corner of each sample's cell, its place (fy, fx) in it, which corners there are, whether any is."""
     y, fy, top, bottom = along(v, H, OFFSET)
     x, fx, left, right = along(u, W, OFFSET)
@@ -189,10 +189,16 @@ def locate(v, u, here, H, W, start, S, MASK: tl.constexpr, OFFSET: tl.constexpr)
     live = (left | right) & (top | bottom)
     k00, k01, k10, k11 = left & top, right & top, left & bottom, right & bottom
     if MASK:
-        S = S.to(OFFSET)
-        k00, k01 = k00 & below(row, S), k01 & below(row + 1, S)
-        k10, k11 = k10 & below(row + W, S), k11 & below(row + W + 1, S)
+        k00, k01, k10, k11 = within(k00, k01, k10, k11, row, W, S.to(OFFSET), ROW)
     return row, fy, fx, k00, k01, k10, k11, live
+
+
+@triton.jit
+def within(k00, k01, k10, k11, row, W, S, ROW: tl.constexpr):
+    """Which corners lie within the rows, too, and are not so far from the first that offsets would wrap: rows are ROW apart."""
+    FAR: tl.constexpr = 2**63 - 1 if row.dtype == tl.int64 else 2**31 // max(ROW, 1)
+    k10, k11 = k10 & (W < FAR), k11 & (W < FAR)
+    return k00 & below(row, S), k01 & below(row + 1, S), k10 & below(row + W, S), k11 & below(row + W + 1, S)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ class Operator(NamedTuple):
 
     names: tuple[str, str, str]  # of the operands that have gradients
     shape: Callable[..., tuple[int, ...]]  # of the result, from features and weights
-    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, flag, whether it is of gradients
+    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, flag, and of which gradients
     segments: Callable[..., Segments]  # from the same but the last
     value: Tunable
     gradients: Tunable
@@ -138,7 +138,7 @@ def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], fla
     features, _, starts, locations, weights = T
     wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(features, starts, levels)
     copies = [i for i in (0, 3, 4) if (layout.copy if i == 0 else not T[i].is_contiguous())]
-    problem = op.problem(features, weights, known, layout, wide, flag, False)
+    problem = op.problem(features, weights, known, layout, wide, flag, ())
     shape, slices = op.shape(features, weights), getattr(problem, "slices", 1)
     steps = [jit.Step(op.value, problem, [0, 1, 2, 3, 4, 5 if slices == 1 else 6])]
     if slices > 1:
@@ -178,7 +178,7 @@ def prepare_backward(
     copies = [i for i in (0, 3, 4, 5) if (layout.copy and reads if i == 0 else not T[i].is_contiguous())]
     step = segments = None
     if wants:
-        problem = op.problem(features, weights, known, layout, wide, flag, True)
+        problem = op.problem(features, weights, known, layout, wide, flag, wants)
         written = [6 + i if i in wants else None for i in range(3)]
         step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
     if by_segments:

@@ -43,13 +43,13 @@ def _shape(features: Tensor, weights: Tensor) -> tuple[int, int, int]:
 
 
 def _problem(
-    features: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, drop: bool, gradients: bool
+    features: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, drop: bool, gradients: Sequence[int]
 ) -> Problem:
     (B, S, C), (_, A, P, cams, L, G) = features.shape, weights.shape
     N = P * cams
     return Problem(
         B, S, A, N, max(1, cams), L, C, G, layout.row, layout.batch, layout.vector, features.element_size(),
-        1 if gradients else slices_of(A, N), drop, *levels.constants, wide, layout.int64, gradients,
+        1 if gradients else slices_of(A, N), drop, *levels.constants, wide, layout.int64, bool(gradients), 0 in gradients,
     )  # fmt: skip
 
 

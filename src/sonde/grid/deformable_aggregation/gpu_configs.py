@@ -12,6 +12,7 @@ from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._gpu_pyramid import block_of
 
 BLOCK_N = 128  # samples that are looked at together
+MANY = 32768  # programs that are more than a few times what a device has at one time
 
 
 class Problem(NamedTuple):
@@ -36,14 +37,23 @@ class Problem(NamedTuple):
     wide: torch.dtype
     int64: bool  # offsets
     gradients: bool
+    adds: bool  # the features' among them, which is added up in whatever order
 
 
 class Config(NamedTuple):
+    """Of the value's kernel."""
+
     rows: int  # samples that are in flight together
-    tiles: int  # of channels that a program has, or groups of a gradient that are in flight together
+    tiles: int  # of channels that a program has
     unroll: int  # levels that are in flight together
-    slices: int  # of an anchor's samples, where nothing need be added up
-    groups: int  # that a tile of a gradient has
+    num_warps: int
+
+
+class Cells(NamedTuple):
+    """Of the gradients' kernel."""
+
+    points: int  # of a program, at most; twice as many where programs would be very many
+    groups: int  # that a tile has
     num_warps: int
 
 
@@ -67,64 +77,81 @@ def _tiles(p: Problem) -> int:
     return p.G * cdiv(_group(p), _block_c(p))
 
 
-def _most_groups(p: Problem) -> int:
-    """Of a tile; more than one only if groups and their number are powers of two."""
-    whole = p.gradients and _group(p) == _block_c(p) and power_of_2(p.G) == p.G
-    return max(1, min(p.G, 256 // _block_c(p))) if whole else 1
-
-
 def default_config(p: Problem) -> Config:
-    """One warp whose threads have one access each, of 16 bytes, and sixteen sums.
-
-    A gradient has all groups of one sample in a tile, and as many slices as keep a device busy, a camera in each. What decides the
-    order of a sum does not depend on the batch.
-    """
-    if not p.gradients:
-        vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
-        tiles = max(1, min(16 // vector, 8, _tiles(p)))
-        return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1, 1, 1)
-    vector = vector_of(4 if _group(p) <= _block_c(p) else 2, p.row, _group(p), _block_c(p))  # a wide group has more in registers
-    groups, slices = _most_groups(p), slices_of(p.A, p.N, 12288, 4)
-    slices = round(slices / p.cams) * p.cams if 0 < p.cams <= slices else slices
-    return Config(max(1, 32 * vector // (groups * _block_c(p))), 1, 1, slices, groups, 1)
+    """One warp whose threads have one access each, of 16 bytes, and sixteen sums."""
+    vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
+    tiles = max(1, min(16 // vector, 8, _tiles(p)))
+    return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
-    """The default and, for a gradient, some with fewer groups in a tile; then others, those nearest to one of these first."""
+    """The default, then others, those nearest to it first."""
     default, block_c = default_config(p), _block_c(p)
-    first = [default]
-    for groups, warps in ((_most_groups(p), 2), (_most_groups(p), 1), (1, 1)) if p.gradients else ():
-        first.append(default._replace(rows=max(1, 128 // (groups * block_c)), groups=groups, num_warps=warps))
-    found = dict.fromkeys(first, 0)
+    found = {default: 0}
     tiles = sorted({1, 2, 4, 8} & set(range(1, max(1, _tiles(p)) + 1)))
-    some = {1, p.cams, 3 * p.cams, default.slices, 2 * default.slices, max(1, default.slices // 2)}
-    slices = sorted(n for n in some if n <= max(1, p.N)) if p.gradients else [1]
-    groups_ = sorted({config.groups for config in first})
-    for config in map(Config._make, product((1, 2, 4, 8, 16, 32), tiles, (1, 2, 4), slices, groups_, (1, 2, 4))):
-        if 32 * config.num_warps <= config.rows * config.groups * block_c <= 512 * config.num_warps:
-            found.setdefault(config, min(sum(x != y for x, y in zip(config, other)) for other in first))
+    for config in map(Config._make, product((1, 2, 4, 8, 16, 32), tiles, (1, 2, 4), (1, 2, 4))):
+        if 32 * config.num_warps <= config.rows * block_c <= 512 * config.num_warps:
+            found.setdefault(config, sum(x != y for x, y in zip(config, default)))
     return sorted(found, key=lambda config: found[config])
 
 
 def fits(p: Problem, config: Config) -> bool:
     """Rows and warps are powers of two, and a tile fits into registers."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.num_warps))
-    small = config.rows * config.groups * _block_c(p) <= 1024 * config.num_warps and config.rows <= BLOCK_N
-    counts = 0 < config.tiles <= max(1, _tiles(p)) and config.unroll > 0
-    counts = counts and 0 < config.groups <= _most_groups(p) and _most_groups(p) % config.groups == 0
-    return powers and small and counts and (config.slices == 1 or (p.gradients and 0 < config.slices <= max(1, p.N)))
+    small = config.rows * _block_c(p) <= 1024 * config.num_warps and config.rows <= BLOCK_N
+    return powers and small and 0 < config.tiles <= max(1, _tiles(p)) and config.unroll > 0
 
 
 def launch(p: Problem, config: Config) -> Launch:
-    slices, tiles = config.slices if p.gradients else p.slices, _tiles(p)
-    grid = (p.B * p.A * slices, 1 if p.gradients else cdiv(tiles, config.tiles), 1)
-    block_n = min(BLOCK_N, power_of_2(max(config.rows, cdiv(p.N, slices))))
-    constants = (
-        *(p.cams, p.L, p.C, p.G, _group(p), p.row, p.vector, p.drop, p.table, p.mask),
-        *(accumulator(p.wide), tl.int64 if p.int64 else tl.int32),
-        *(config.rows, block_n, _block_c(p) * config.groups, tiles // max(1, p.G), config.tiles, config.unroll, config.groups),
-    )
-    return Launch(grid, (p.S, p.A, p.N, slices, p.batch), constants, config.num_warps)
+    tiles = _tiles(p)
+    grid = (p.B * p.A * p.slices, cdiv(tiles, config.tiles), 1)
+    block_n = min(BLOCK_N, power_of_2(max(config.rows, cdiv(p.N, p.slices))))
+    tile = (config.rows, block_n, _block_c(p), tiles // max(1, p.G), config.tiles, config.unroll)
+    return Launch(grid, (p.S, p.A, p.N, p.slices, p.batch), (*_constants(p), *tile), config.num_warps)
+
+
+def _constants(p: Problem) -> tuple:
+    what = (p.cams, p.L, p.C, p.G, _group(p), p.row, p.vector, p.drop, p.table, p.mask)
+    return (*what, accumulator(p.wide), tl.int64 if p.int64 else tl.int32)
+
+
+def _most_groups(p: Problem) -> int:
+    """Of a tile; more than one only if groups and their number are powers of two, and no more than a warp has registers for."""
+    whole = _group(p) == power_of_2(_group(p)) and power_of_2(p.G) == p.G
+    return max(1, min(p.G, 256 // _group(p), 128 // p.wide.itemsize)) if whole else 1
+
+
+def default_cells(p: Problem) -> Cells:
+    """One warp with all groups; more for a wide group."""
+    return Cells(4, _most_groups(p), max(1, min(16, power_of_2(_group(p)) * p.wide.itemsize // 1024)))
+
+
+def candidate_cells(p: Problem) -> list[Cells]:
+    """The default, then others, those nearest to it first."""
+    default = default_cells(p)
+    groups = sorted({default.groups, max(1, default.groups // 2), 1})
+    found = {default: 0}
+    for config in map(Cells._make, product((4, 8, 16), groups, sorted({default.num_warps, 1, 2, 4}))):
+        found.setdefault(config, sum(x != y for x, y in zip(config, default)))
+    return sorted(found, key=lambda config: found[config])
+
+
+def fits_cells(p: Problem, config: Cells) -> bool:
+    """Points, which come in fours, and warps are powers of two, tiles have whole groups, and are not larger than the default's."""
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (config.points, config.num_warps))
+    groups = 0 < config.groups <= _most_groups(p) and _most_groups(p) % config.groups == 0
+    return powers and groups and 4 <= config.points <= 16 and config.num_warps >= default_cells(p).num_warps
+
+
+def launch_cells(p: Problem, config: Cells) -> Launch:
+    """The batch has a say only where additions come in whatever order: a tile of another size may be rounded otherwise."""
+    points, padded = config.points, power_of_2(_group(p))
+    parts = max(1, cdiv(p.N // p.cams, points))
+    programs = (p.B if p.adds else 1) * p.A * p.cams * parts
+    if programs >= 2 * MANY:
+        points, parts = 2 * points, cdiv(parts, 2)
+    sizes, tile = (p.S, p.A, p.N, p.cams * parts, p.batch), (programs >= MANY, points, config.groups, padded, min(4, padded))
+    return Launch((p.B * p.A * p.cams * parts, 1, 1), sizes, (*_constants(p), *tile), config.num_warps)
 
 
 def launch_total(p: Problem, block_c: int) -> Launch:

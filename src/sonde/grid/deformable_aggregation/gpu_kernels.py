@@ -1,8 +1,8 @@
 """The kernels of ``deformable_aggregation``, one for the value and one for all gradients.
 
-A program has one anchor and a slice of its samples, a sample being a point as one camera has it. Most see nothing: a block of
-samples is looked at together, and those that do see something take their turns a few at a time, as rows of a tile
-``[samples, channels]``. A tile of channels lies in one group, or has several groups whole.
+A program has one anchor and some of its samples, a sample being a point as one camera has it. Most see nothing. For the value a
+block of samples is looked at together, and those that do see something take their turns a few at a time, as rows of a tile
+``[samples, channels]``, which lies in one group. For the gradients it is cells of a level that take turns, with all their samples.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ from torch import Tensor
 
 from ... import jit
 from ...op.gpu import cdiv, power_of_2
-from .._gpu_pyramid import fetch, inside, level, locate, put, scatter, sees, shares
+from .._gpu_pyramid import along, fetch, level, locate, put, scatter, shares
 from .._gpu_pyramid_expected import gradients, host, portions
-from .._gpu_taps import corners, interpolate
-from .gpu_configs import Problem, candidate_configs, default_config, fits, launch, launch_total
+from .._gpu_taps import corners
+from .gpu_configs import (
+    Problem,
+    candidate_cells,
+    candidate_configs,
+    default_cells,
+    default_config,
+    fits,
+    fits_cells,
+    launch,
+    launch_cells,
+    launch_total,
+)
+from .gpu_parts import by_channel, corners_of, pick, products, read, slice_of, take, visible
 
 SIZES = ["S", "A", "N", "SLICES", "BATCH"]
 
@@ -53,7 +65,6 @@ def _aggregate(
     EACH: tl.constexpr,  # tiles of a group
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
-    SPAN: tl.constexpr,  # groups of a tile
 ):
     """Some tiles of channels, all samples that see something in turn; a thread's sums stay in it until the end."""
     anchor = tl.program_id(0) // SLICES
@@ -70,16 +81,17 @@ def _aggregate(
         totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        seen = visible(locations, shapes, starts, n, n < end, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
+        v, u = fetch(locations, n, n < end, ACC)
+        seen = visible(v, u, shapes, starts, n % CAMS, CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         rank = tl.cumsum(seen.to(tl.int32), 0)
         count = tl.max(rank, 0)
         for j in range(0, count, ROWS):
             here, sample = pick(rank, j, count, ROWS)
             sample += n0
-            v, u = fetch(locations, sample, here, ACC)
+            v1, u1 = fetch(locations, sample, here, ACC)
             for lev in tl.range(0, L, loop_unroll_factor=UNROLL):
                 H, W, start = level(shapes, starts, sample % CAMS * L + lev, TABLE, MASK, OFFSET)
-                pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, here, H, W, start, S, MASK, OFFSET)
+                pixel, fy, fx, k00, k01, k10, k11, live = locate(v1, u1, here, H, W, start, S, ROW, MASK, OFFSET)
                 s00, s01, s10, s11 = shares(fy, fx)
                 of = weights + (sample.to(OFFSET) * L + lev) * G
                 sums = ()
@@ -94,38 +106,6 @@ def _aggregate(
         g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         total = tl.sum(totals[t], 0, keep_dims=True)
         put(out + tl.program_id(0).to(tl.int64) * C + g * GROUP + at, total, (at < GROUP) & (g < G))
-
-
-@triton.jit
-def slice_of(i, N, SLICES):
-    """The samples of slice `i`, all but the last of one size."""
-    size = tl.cdiv(N, SLICES)
-    return i * size, tl.minimum((i + 1) * size, N)
-
-
-@triton.jit
-def visible(
-    locations, shapes, starts, n, in_n, CAMS: tl.constexpr, L: tl.constexpr, DROP: tl.constexpr, TABLE: tl.constexpr,
-    MASK: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Which samples see anything."""
-    v, u = fetch(locations, n, in_n, ACC)
-    if DROP:
-        found = inside(v, u)
-    else:
-        found = n < 0
-        for lev in range(L):
-            H, W, _start = level(shapes, starts, n % CAMS * L + lev, TABLE, MASK, OFFSET)
-            found = found | sees(v, u, H, W, OFFSET)
-    return found & in_n
-
-
-@triton.jit
-def pick(rank, j, count, ROWS: tl.constexpr):
-    """The samples whose ranks follow `j`: as many samples come before the one of rank r + 1 as have a rank of r at most."""
-    slot = j + tl.arange(0, ROWS)[:, None]
-    here = slot < count
-    return here, tl.where(here, tl.sum((rank[None, :] <= slot).to(tl.int32), 1, keep_dims=True), 0)
 
 
 @triton.jit(do_not_specialize=["ANCHORS", "SLICES"])
@@ -175,18 +155,21 @@ def _aggregate_gradients(
     MASK: tl.constexpr,
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EACH: tl.constexpr,
-    TILES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    TURNS: tl.constexpr,  # cameras take them
+    POINTS: tl.constexpr,  # that are looked at together, in fours
     SPAN: tl.constexpr,  # groups of a tile
+    PADDED: tl.constexpr,  # channels of a group, up to a power of two
+    VEC: tl.constexpr,  # neighbours among them that a thread has
 ):
-    """All gradients in one pass over the samples that see something, for each all channels; zeros for the others.
+    """All gradients in one pass over the cells in which samples lie; zeros for samples that see nothing.
 
-    A slice has every SLICES-th sample, and slices take turns. Cameras are neighbours among samples: if there are as many slices, or
-    a multiple, all programs look at one camera at a time, and that fits into the cache.
+    A program has some points of an anchor as one camera sees them. If programs are many, cameras take turns: what is looked at fits
+    into the cache; if they are few, parts do, of which the last is the smallest, so that all end together. Points that lie in one
+    cell of a level are taken together. Its pixels are read once, and of their products with the gradient every point makes its
+    own; they are added to once. The pixels of the next cell are on their way meanwhile.
+
+    What is known of points has a tile ``[fours, 4, groups]``, what belongs to a pixel one of ``[pieces, groups, channels of a
+    piece]``: so a thread has the same group in both.
     """
     READS: tl.constexpr = d_locations is not None or d_weights is not None
     i = tl.program_id(0)
@@ -202,70 +185,64 @@ def _aggregate_gradients(
         d_locations += anchor * N * 2
     if d_weights is not None:
         d_weights += anchor * N * (L * G)
-    c = tl.arange(0, BLOCK_C)[None, :]
-    for n0 in range(slice, N, BLOCK_N * SLICES):
-        n = n0 + tl.arange(0, BLOCK_N) * SLICES
-        seen = visible(locations, shapes, starts, n, n < N, CAMS, L, DROP, TABLE, MASK, ACC, OFFSET)
-        unseen = (n < N) & (seen == 0)
-        if d_locations is not None:
-            clear(d_locations, n, unseen, 2, BLOCK_N)
-        if d_weights is not None:
-            clear(d_weights, n, unseen, L * G, BLOCK_N)
-        rank = tl.cumsum(seen.to(tl.int32), 0)
-        some = tl.max(rank, 0)
-        for j in range(0, some, ROWS):
-            here, sample = pick(rank, j, some, ROWS)
-            sample = n0 + sample * SLICES
-            v, u = fetch(locations, sample, here, ACC)
-            g_v = tl.zeros([ROWS, BLOCK_C], ACC)  # sums over channels stay apart by channel of the tile until the end
-            g_u = tl.zeros([ROWS, BLOCK_C], ACC)
-            for lev in tl.range(0, L, loop_unroll_factor=UNROLL):
-                H, W, start = level(shapes, starts, sample % CAMS * L + lev, TABLE, MASK, OFFSET)
-                pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, here, H, W, start, S, MASK, OFFSET)
-                s00, s01, s10, s11 = shares(fy, fx)
-                of = (sample.to(OFFSET) * L + lev) * G
-                g_y = tl.zeros([ROWS, BLOCK_C], ACC)
-                g_x = tl.zeros([ROWS, BLOCK_C], ACC)
-                for g in tl.range(0, G, SPAN, loop_unroll_factor=TILES):
-                    if SPAN == 1:
-                        w = tl.load(weights + of + g, mask=live, other=0).to(ACC)
-                    else:
-                        w = tl.load(weights + of + g + c // GROUP, mask=live, other=0).to(ACC)
-                    product = tl.zeros([ROWS, BLOCK_C], ACC)
-                    for c0 in range(0, SPAN * GROUP, BLOCK_C):
-                        at, in_c = g * GROUP + c0 + c, c0 + c < SPAN * GROUP
-                        go = tl.load(grad + anchor * C + at + tl.zeros([ROWS, 1], tl.int32), mask=here & in_c, other=0).to(ACC)
-                        a = w * go
+    parts = SLICES // CAMS
+    camera, part = (slice // parts, slice % parts) if TURNS else (slice % CAMS, slice // CAMS)
+    share = tl.cdiv(N // CAMS, parts) * CAMS
+    begin, end = part * share, tl.minimum((part + 1) * share, N)
+    column = tl.arange(0, POINTS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    group = tl.arange(0, SPAN)[None, None, :]
+    point = column[:, :, None] + 0 * group
+    c = tl.arange(0, PADDED // VEC)[:, None, None] * VEC + tl.arange(0, VEC)[None, None, :]
+    in_c = c < GROUP
+    for n0 in range(begin + camera, end, POINTS * CAMS):
+        n = n0 + point * CAMS
+        own = tl.where(n < end, group, 0)  # hides that groups are neighbours: a thread has one
+        v, u = fetch(locations, n, n < end, ACC)
+        seen = visible(v, u, shapes, starts, camera, CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
+        v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
+        g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
+        g_u = tl.zeros_like(v)
+        levels = tl.max(seen.to(tl.int32)) * L  # or none
+        for lev in range(levels):
+            H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
+            y, fy, top, bottom = along(v, H, OFFSET)
+            x, fx, left, right = along(u, W, OFFSET)
+            live = seen & (top | bottom) & (left | right)
+            for g in range(0, G, SPAN):
+                at = (g + tl.arange(0, SPAN)[None, :, None]) * GROUP + c
+                go = tl.load(grad + anchor * C + at, mask=in_c, other=0).to(ACC)
+                of = (n.to(OFFSET) * L + lev) * G + g + own
+                w = tl.load(weights + of, mask=live, other=0).to(ACC)
+                g_w = tl.zeros_like(w)
+                todo, y0, x0 = take(live, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
+                ahead = read(image, y0, x0, at, in_c, H, W, start, S, ROW, MASK, OFFSET) if READS else ()
+                for _ in range(tl.sum(live.to(tl.int32)) // SPAN):
+                    if y0 > -2:  # a loop while it is would say the same, but Triton does not compile one that carries all this
+                        meet, pixels, cell_y, cell_x = live & (y == y0) & (x == x0), ahead, y0, x0
+                        todo, y0, x0 = take(todo, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
+                        ahead = read(image, y0, x0, at, in_c, H, W, start, S, ROW, MASK, OFFSET) if READS else ()
                         if READS:
-                            v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, at, in_c, W, ROW, ACC)
-                            s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
-                            product += go * s
-                            g_y += a * dy
-                            g_x += a * dx
+                            value, dx, dy, dyx = products(go, pixels, ACC)
+                            dy += fx * dyx
+                            g_w = tl.where(meet, value + fx * dx + fy * dy, g_w)
+                            g_v += tl.where(meet, w * dy, 0) * H
+                            g_u += tl.where(meet, w * (dx + fy * dyx), 0) * W
                         if d_features is not None:
-                            p = d_image + pixel * C + at
-                            scatter(p, a, s00, s01, s10, s11, k00, k01, k10, k11, in_c, W, C)
-                    if d_weights is not None:
-                        if SPAN == 1:
-                            total = tl.sum(product, 1, keep_dims=True)
-                        else:
-                            total = tl.sum(tl.reshape(product, [ROWS, SPAN, GROUP]), 2)
-                        put(d_weights + of + g + tl.arange(0, SPAN)[None, :], tl.where(live, total, 0), here)
-                if d_locations is not None:
-                    g_v += tl.where(live, g_y * H, 0)
-                    g_u += tl.where(live, g_x * W, 0)
-            if d_locations is not None:
-                put(d_locations + 2 * sample, tl.sum(g_u, 1, keep_dims=True), here)
-                put(d_locations + 2 * sample + 1, tl.sum(g_v, 1, keep_dims=True), here)
-
-
-@triton.jit
-def clear(p, n, there, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the rows `n` that are `there`."""
-    BLOCK: tl.constexpr = 8 if WIDTH > 2 else 2
-    for k0 in range(0, WIDTH, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)[None, :]
-        put(p + n[:, None] * WIDTH + k, tl.zeros([BLOCK_N, BLOCK], tl.float32), there[:, None] & (k < WIDTH))
+                            f = tl.where(meet, w, 0)
+                            f0, f1 = f * (1 - fy), f * fy
+                            f00, f01 = by_channel(f0 * (1 - fx)), by_channel(f0 * fx)
+                            f10, f11 = by_channel(f1 * (1 - fx)), by_channel(f1 * fx)
+                            pixel, k00, k01, k10, k11 = corners_of(cell_y, cell_x, H, W, start, S, ROW, MASK, OFFSET)
+                            scatter(d_image + pixel * C + at, go, f00, f01, f10, f11, k00, k01, k10, k11, in_c, W, C)
+                if d_weights is not None:
+                    put(d_weights + of, g_w, n < end)
+        if d_weights is not None:
+            for k in range(0, L * G - levels * G, SPAN):
+                put(d_weights + n.to(OFFSET) * (L * G) + k + own, tl.zeros_like(v), n < end)
+        if d_locations is not None:
+            n = n0 + column * CAMS
+            put(d_locations + 2 * n, tl.sum(g_u, 2), n < end)
+            put(d_locations + 2 * n + 1, tl.sum(g_v, 2), n < end)
 
 
 def _portions(p: Problem) -> list[slice]:
@@ -313,14 +290,14 @@ aggregate = jit.kernel(
 aggregate_gradients = jit.kernel(
     _aggregate_gradients,
     "grid.deformable_aggregation_gradients",
-    default=default_config,
-    candidates=candidate_configs,
-    launch=launch,
+    default=default_cells,
+    candidates=candidate_cells,
+    launch=launch_cells,
     sizes=("S", "A", "N"),
     batch=("B", "batch"),
     writes=(6, 7, 8),
     adds=(6,),
-    fits=fits,
+    fits=fits_cells,
     expected=expected_gradients,
 )
 total = jit.kernel(_total, "grid.total", default=lambda p: min(256, power_of_2(p.C)), launch=launch_total)

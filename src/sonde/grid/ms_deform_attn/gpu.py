@@ -44,14 +44,14 @@ def _shape(value: Tensor, weights: Tensor) -> tuple[int, int, int]:
 
 
 def _problem(
-    value: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, logits: bool, gradients: bool
+    value: Tensor, weights: Tensor, levels: Levels, layout: Layout, wide: torch.dtype, logits: bool, gradients: Sequence[int]
 ) -> Problem:
     (B, S, h, D), Q, (L, P) = value.shape, weights.shape[1], weights.shape[3:]
     if not L * P:
         L, P, logits = 0, 1, False
     return Problem(
         B, S, Q, h, D, L, P, layout.row, layout.batch, layout.vector, value.element_size(), logits, *levels.constants, wide,
-        layout.int64, gradients,
+        layout.int64, bool(gradients),
     )  # fmt: skip
 
 

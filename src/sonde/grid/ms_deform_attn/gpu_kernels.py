@@ -84,7 +84,7 @@ def _attend(
             v, u = fetch(locations + 2 * first, sample, in_p, ACC)
             w = tl.load(weights + first + sample, mask=in_p, other=0).to(ACC)
             H, W, start = level(shapes, starts, lev, TABLE, MASK, OFFSET)
-            pixel, fy, fx, k00, k01, k10, k11, _live = locate(v, u, in_p, H, W, start, S, MASK, OFFSET)
+            pixel, fy, fx, k00, k01, k10, k11, _live = locate(v, u, in_p, H, W, start, S, ROW, MASK, OFFSET)
             if LOGITS:
                 w = tl.exp(w - most) * scale
             s00, s01, s10, s11 = shares(fy, fx)
@@ -214,7 +214,7 @@ def _attend_gradients(
             v, u = fetch(locations + 2 * first, sample, in_p, ACC)
             w = tl.load(weights + first + sample, mask=in_p, other=0).to(ACC)
             H, W, start = level(shapes, starts, lev, TABLE, MASK, OFFSET)
-            pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, in_p, H, W, start, S, MASK, OFFSET)
+            pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, in_p, H, W, start, S, ROW, MASK, OFFSET)
             s00, s01, s10, s11 = shares(fy, fx)
             if LOGITS:
                 w = tl.exp(w - most) * scale

@@ -1,0 +1,89 @@
+"""Device code of samples that see something, and of the cells in which they lie."""
+
+import triton
+import triton.language as tl
+
+from .._gpu_pyramid import along, below, fetch, inside, level, sees, within
+
+
+@triton.jit
+def slice_of(i, N, SLICES):
+    """The samples of slice `i`, all but the last of one size."""
+    size = tl.cdiv(N, SLICES)
+    return i * size, tl.minimum((i + 1) * size, N)
+
+
+@triton.jit
+def visible(
+    v, u, shapes, starts, camera, CAMS: tl.constexpr, L: tl.constexpr, DROP: tl.constexpr, TABLE: tl.constexpr,
+    MASK: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Which samples see anything."""
+    found = inside(v, u)
+    if not DROP:
+        found = u < u
+        for lev in range(L):
+            H, W, _start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
+            found = found | sees(v, u, H, W, OFFSET)
+    return found
+
+
+@triton.jit
+def pick(rank, j, count, ROWS: tl.constexpr):
+    """The samples whose ranks follow `j`: as many samples come before the one of rank r + 1 as have a rank of r at most."""
+    slot = j + tl.arange(0, ROWS)[:, None]
+    here = slot < count
+    return here, tl.where(here, tl.sum((rank[None, :] <= slot).to(tl.int32), 1, keep_dims=True), 0)
+
+
+@triton.jit
+def take(todo, point, y, x, locations, n0, H, W, CAMS: tl.constexpr, POINTS: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr):
+    """→ the points that are not in the cell of the first, and that cell's first corner; (−2, −2) if there is no point, in any level
+    that has pixels. The first point is read again and found where it was: ``along`` has the same bits for one as for many."""
+    first = tl.min(tl.where(todo, point, POINTS))
+    v, u = fetch(locations, n0 + first * CAMS, first < POINTS, ACC)
+    y0, _fy, _top, _bottom = along(v, H, OFFSET)
+    x0, _fx, _left, _right = along(u, W, OFFSET)
+    return todo & ((y != y0) | (x != x0)), y0, x0
+
+
+@triton.jit
+def read(image, y, x, at, in_c, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
+    """The pixels of a cell as they are stored, zero where there is none."""
+    pixel, k00, k01, k10, k11 = corners_of(y, x, H, W, start, S, ROW, MASK, OFFSET)
+    p = image + pixel * ROW + at
+    v00, v01 = tl.load(p, mask=k00 & in_c, other=0), tl.load(p + ROW, mask=k01 & in_c, other=0)
+    p += W * ROW
+    return v00, v01, tl.load(p, mask=k10 & in_c, other=0), tl.load(p + ROW, mask=k11 & in_c, other=0)
+
+
+@triton.jit
+def corners_of(y, x, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
+    """→ the row of a cell's first corner, and which corners there are."""
+    row = start + y * W + x
+    top, bottom, left, right = below(y, H), below(y + 1, H), below(x, W), below(x + 1, W)
+    k00, k01, k10, k11 = top & left, top & right, bottom & left, bottom & right
+    if MASK:
+        k00, k01, k10, k11 = within(k00, k01, k10, k11, row, W, S.to(OFFSET), ROW)
+    return row, k00, k01, k10, k11
+
+
+@triton.jit
+def products(go, pixels, ACC: tl.constexpr):
+    """The products of a gradient with a cell's pixels by group, for all points: at the first corner, how they change along x and y,
+    and how the one changes along the other. Differences first, so that a constant stays constant."""
+    v00, v01, v10, v11 = pixels[0].to(ACC), pixels[1].to(ACC), pixels[2].to(ACC), pixels[3].to(ACC)
+    dx, dy = v01 - v00, v10 - v00
+    return by_group(go * v00), by_group(go * dx), by_group(go * dy), by_group(go * (v11 - v10 - dx))
+
+
+@triton.jit
+def by_group(x):
+    """Sums over the channels of each group, for all points."""
+    return tl.sum(tl.sum(x, 2), 0)[None, None, :]
+
+
+@triton.jit
+def by_channel(x):
+    """Sums over points, for all channels of a group."""
+    return tl.sum(tl.sum(x, 0), 0)[None, :, None]
