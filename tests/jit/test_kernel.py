@@ -502,3 +502,10 @@ def test_a_launch_is_what_tritons_would_be():
                 assert got == order(3, 2, 1, stream, "f", "m", (*tensors, 7, True))
                 run.got.clear()
             assert run.calls == (0 if name in ("flat", "packed") and not scratch else 2)
+
+
+def test_registers_are_a_word_to_one_compiler():
+    """NVIDIA's is told how many a thread may have; others do not know the option."""
+    launch = jit.Launch((1, 1, 1), (), (), 2, registers=255)
+    assert launch.options("cuda") == {"num_warps": 2, "num_stages": 3, "maxnreg": 255}
+    assert launch.options("hip") == launch._replace(registers=None).options("cuda") == {"num_warps": 2, "num_stages": 3}

@@ -62,7 +62,7 @@ class Scale:
 
     def run(self, problem, config, tensors):
         launch = self.launch(problem, config)
-        self.function[launch.grid](*tensors, *launch.sizes, *launch.constants, **launch.options)
+        self.function[launch.grid](*tensors, *launch.sizes, *launch.constants, **launch.options("interpreter"))
 
     def expected(self, problem, *tensors):
         return {2: tensors[0].double() * problem.factor}

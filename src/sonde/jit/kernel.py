@@ -63,12 +63,13 @@ class Launch(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = True  # whether a product and a sum may become one operation, which rounds once
+    registers: int | None = None  # of a thread; on NVIDIA's devices, whose compiler may spill a few to have room for more programs
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, backend: str) -> dict[str, Any]:
         """What the compiler is told beside the arguments."""
         unfused = {} if self.fp_fusion else {"enable_fp_fusion": False}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **unfused}
+        limited = {"maxnreg": self.registers} if self.registers and backend == "cuda" else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **unfused, **limited}
 
 
 class Choice(NamedTuple):
@@ -244,7 +245,7 @@ def kernel(
         function: Decorated with ``triton.jit``; takes tensors, then sizes (``do_not_specialize``), then constants.
         name: Of the family and the kernel, as in ``"grid.form"``.
         default: problem → the configuration that runs untuned.
-        launch: (problem, configuration) → ``Launch(grid, sizes, constants, num_warps, num_stages, fp_fusion)``.
+        launch: (problem, configuration) → ``Launch(grid, sizes, constants, num_warps, num_stages, fp_fusion, registers)``.
         candidates: problem → the configurations that a search tries, the most promising first.
         sizes: Fields of the problem that may vary without another compilation; winners are kept by their power of two.
         batch: Fields that the choice does not depend on, so that a row's bits do not depend on how many rows there are.

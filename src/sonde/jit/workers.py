@@ -138,8 +138,11 @@ def _start_compiler(target: tuple) -> Callable:
 def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple[float, str | None]:
     start, cause = time.monotonic(), None
     try:
+        from triton.runtime import driver
+
         launch = kernel.launch(problem, config)
-        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **launch.options)
+        options = launch.options(driver.active.get_current_target().backend)
+        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **options)
     except Exception as error:
         cause = describe(error)
     return time.monotonic() - start, cause

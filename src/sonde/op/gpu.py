@@ -31,8 +31,8 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
     grid, sizes, constants, *how = launch
     if not (grid[0] and grid[1] and grid[2]):
         return lambda *tensors: None
-    options = launch.options
-    if not isinstance(kernel, triton.JITFunction):  # interpreted
+    if not isinstance(kernel, triton.JITFunction):
+        options = launch.options("interpreter")
         return lambda *tensors: kernel[grid](*tensors, *sizes, *constants, **options)
     device = tensors[0].get_device()  # type: ignore[union-attr]
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
@@ -40,10 +40,11 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
     key = (kernel, device, *how, constants, wide, *kinds)
     found = _compiled.get(key)
     if found is None:
-        name = f"{kernel.__module__}.{kernel.__name__} {driver.active.get_current_target().arch} {[str(part) for part in key[2:]]}"
+        target = driver.active.get_current_target()
+        name = f"{kernel.__module__}.{kernel.__name__} {target.arch} {[str(part) for part in key[2:]]}"
         compiled = release.find(kernel, name)
         if compiled is None:
-            compiled = kernel.warmup(*tensors, *sizes, *constants, grid=grid, **options)
+            compiled = kernel.warmup(*tensors, *sizes, *constants, grid=grid, **launch.options(target.backend))
         release.note(name, compiled)
         found = _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
     run, function, metadata = found

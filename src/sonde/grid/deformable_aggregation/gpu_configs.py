@@ -12,6 +12,7 @@ from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._gpu_pyramid import block_of
 
 BLOCK_N = 128  # samples that are looked at together
+REGISTERS = 255  # of a thread, all that it needs, where a tile has no more than two groups; with more it has them anyhow
 MANY = 32768  # programs that are more than a few times what a device has at one time
 
 
@@ -151,7 +152,8 @@ def launch_cells(p: Problem, config: Cells) -> Launch:
     if programs >= 2 * MANY:
         points, parts = 2 * points, cdiv(parts, 2)
     sizes, tile = (p.S, p.A, p.N, p.cams * parts, p.batch), (programs >= MANY, points, config.groups, padded, min(4, padded))
-    return Launch((p.B * p.A * p.cams * parts, 1, 1), sizes, (*_constants(p), *tile), config.num_warps)
+    registers = None if config.groups > 2 else REGISTERS
+    return Launch((p.B * p.A * p.cams * parts, 1, 1), sizes, (*_constants(p), *tile), config.num_warps, registers=registers)
 
 
 def launch_total(p: Problem, block_c: int) -> Launch:
