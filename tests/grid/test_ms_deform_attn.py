@@ -232,8 +232,8 @@ def test_many_queries(triton_target, monkeypatch, P, D, logits, dtype):
 
 
 @pytest.mark.parametrize("few", [0, 8192])
-@pytest.mark.parametrize(("H", "W"), [(1, 1), (1, 2), (2, 1), (5, 4)])
-@pytest.mark.parametrize("P", [3, 8, 13])
+@pytest.mark.parametrize(("H", "W"), [(1, 1), (1, 2), (2, 1), (3, 2), (5, 4)])
+@pytest.mark.parametrize("P", [2, 3, 4, 8, 13])
 def test_points_that_meet(triton_target, monkeypatch, P, H, W, few):
     """Of a query's points that meet at a pixel one adds for all. Here all do, at centres and edges of pixels and outside, too."""
     from sonde.grid.ms_deform_attn import gpu_configs

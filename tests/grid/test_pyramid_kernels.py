@@ -95,7 +95,7 @@ def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypa
     for (name, problem), (kernel, tensors) in met.items():
         configs = kernel.fitting(problem)
         assert configs[0] == kernel.default(problem)
-        assert len(configs) >= 5  # so that those below differ
+        assert len(configs) > 10
         trials = bench.Bench(kernel, problem, tensors)
         for config in (*configs[:3], configs[len(configs) // 2], configs[-1]):
             _, cause, error, _ = trials.trial(config, None)

@@ -63,10 +63,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     args = job.inputs()
     asking = leaves(args)
     counted = operator.cases.count(**job.sizes)
-    contenders: dict[str, Callable] = {
-        "sonde": partial(operator.function, impl=job.impl),
-        **{name: _baseline(job, name) for name in job.against},
-    }
+    contenders = _contenders(job, job.against)
 
     begin(f"{job}: checking")
     out = _forward(contenders["sonde"], args)
@@ -137,17 +134,18 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
 
 
 def again(job: Job, record: dict) -> None:
-    """Time the calls of a record once more; of the times of each the least counts."""
+    """Time the calls of a record that is right once more; of the times of each contender the least counts."""
     figures, args = record["figures"], job.inputs()
-    contenders: dict[str, Callable] = {"sonde": partial(job.operator.function, impl=job.impl)}
-    if "eager" in figures and "forward" in figures["eager"]:
-        contenders["eager"] = _baseline(job, "eager")
+    contenders = _contenders(job, [name for name in job.against if "forward" in figures[name]])
     cotangent = _cotangent(_forward(contenders["sonde"], args))
     for phase, calls in _phases(job, contenders, args, leaves(args), cotangent, figures).items():
         for name, ms in timing.call_ms(calls, job.device, SECONDS).items():
             figures[name][phase]["call_ms"] = min(ms, figures[name][phase]["call_ms"])
-    if record["correct"]:
-        record["speedup"] = _speedups(figures)
+    record["speedup"] = _speedups(figures)
+
+
+def _contenders(job: Job, against: Sequence[str]) -> dict[str, Callable]:
+    return {"sonde": partial(job.operator.function, impl=job.impl), **{name: _baseline(job, name) for name in against}}
 
 
 def _cotangent(out: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def candidate_cells(p: Problem) -> list[Cells]:
     default = default_cells(p)
     groups = sorted({default.groups, max(1, default.groups // 2), 1})
     found = {default: 0}
-    for config in map(Cells._make, product((4, 8, 16), groups, sorted({default.num_warps, 1, 2, 4}))):
+    for config in map(Cells._make, product((4, 8, 16), groups, sorted({default.num_warps, 1, 2, 4, 8}))):
         found.setdefault(config, sum(x != y for x, y in zip(config, default)))
     return sorted(found, key=lambda config: found[config])
 

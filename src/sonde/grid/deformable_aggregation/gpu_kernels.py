@@ -82,7 +82,7 @@ def _aggregate(
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         v, u = fetch(locations, n, n < end, ACC)
-        seen = visible(v, u, shapes, starts, n % CAMS, CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
+        seen = visible(v, u, shapes, starts, n % CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         rank = tl.cumsum(seen.to(tl.int32), 0)
         count = tl.max(rank, 0)
         for j in range(0, count, ROWS):
@@ -187,8 +187,8 @@ def _aggregate_gradients(
         d_weights += anchor * N * (L * G)
     parts = SLICES // CAMS
     camera, part = (slice // parts, slice % parts) if TURNS else (slice % CAMS, slice // CAMS)
-    share = tl.cdiv(N // CAMS, parts) * CAMS
-    begin, end = part * share, tl.minimum((part + 1) * share, N)
+    first, last = slice_of(part, N // CAMS, parts)
+    begin, end = first * CAMS, last * CAMS
     column = tl.arange(0, POINTS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     group = tl.arange(0, SPAN)[None, None, :]
     point = column[:, :, None] + 0 * group
@@ -198,7 +198,7 @@ def _aggregate_gradients(
         n = n0 + point * CAMS
         own = tl.where(n < end, group, 0)  # hides that groups are neighbours: a thread has one
         v, u = fetch(locations, n, n < end, ACC)
-        seen = visible(v, u, shapes, starts, camera, CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
+        seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
         g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
         g_u = tl.zeros_like(v)

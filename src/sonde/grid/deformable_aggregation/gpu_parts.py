@@ -8,15 +8,15 @@ from .._gpu_pyramid import along, below, fetch, inside, level, sees, within
 
 @triton.jit
 def slice_of(i, N, SLICES):
-    """The samples of slice `i`, all but the last of one size."""
+    """Where slice `i` of so many things begins and ends, all slices but the last being of one size."""
     size = tl.cdiv(N, SLICES)
     return i * size, tl.minimum((i + 1) * size, N)
 
 
 @triton.jit
 def visible(
-    v, u, shapes, starts, camera, CAMS: tl.constexpr, L: tl.constexpr, DROP: tl.constexpr, TABLE: tl.constexpr,
-    MASK: tl.constexpr, OFFSET: tl.constexpr,
+    v, u, shapes, starts, camera, L: tl.constexpr, DROP: tl.constexpr, TABLE: tl.constexpr, MASK: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Which samples see anything."""
     found = inside(v, u)
