@@ -29,7 +29,7 @@ CASES = [(REAL, "float32"), (REAL, "bfloat16"), (ODD, "float32"), (DEEP, "float1
 # pyramids of so many cameras or heads and levels as models have, and so few anchors that their samples are cut into slices
 PYRAMID = dict(B=1, C=32, H=16, W=24, Q=3, D=50, heads=8, cams=6, L=4)
 PYRAMIDS = {
-    "deformable_aggregation": [(PYRAMID, "float32"), (dict(PYRAMID, outside="zeros"), "bfloat16")],
+    "deformable_aggregation": [(PYRAMID, "bfloat16"), (PYRAMID, "float32"), (dict(PYRAMID, outside="zeros"), "bfloat16")],
     "ms_deform_attn": [
         (dict(PYRAMID, D=4, Q=2000), "float32"),
         (dict(PYRAMID, D=4, logits=True), "bfloat16"),

@@ -179,6 +179,41 @@ def test_points_that_meet(triton_target, monkeypatch, P, C, heads, few, outside)
     close(value_and_grads(OPERATOR.call(triton_target), args), value_and_grads(OPERATOR.call(Target("reference")), args))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_row_that_is_added_to_is_rounded(triton_target, dtype):
+    """In half precision only rows with sums are looked at. Here an image has one sample, and its corners nobody else's."""
+    shapes, places = (((4, 5), (2, 3)),), (-0.3, 0.05, 0.4, 1.0)
+    locations = torch.cartesian_prod(torch.tensor(places), torch.tensor(places)).view(-1, 1, 1, 1, 2)
+    B, C = len(locations), 10
+    features, weights = torch.randn(B, 26, C, dtype=dtype), torch.ones(B, 1, 1, 1, 2, 2, dtype=dtype)
+    args, grad = [t.to(triton_target.device) for t in (features, locations, weights)], torch.rand(C).to(dtype) + 1
+    found = []
+    for kind in (torch.float32, dtype):
+        args = [args[0].detach().to(kind).requires_grad_(), args[1], args[2].to(kind)]
+        out = OPERATOR.call(triton_target)(args[0], shapes, None, args[1], args[2], "zeros")
+        found += torch.autograd.grad(out, args[0], grad.to(out).expand_as(out))
+    rows = (found[0] != 0).all(-1).sum(-1).unique().tolist()
+    assert rows == [0, 2, 4, 8]
+    assert torch.equal(found[1], found[0].to(dtype))
+
+
+@pytest.mark.parametrize("C", [1, 12, 2050])
+def test_rows_without_a_mark(triton_target, C):
+    """They stay as they are when sums are cleared, and are zeros when those are rounded, whatever lies there."""
+    from sonde.grid._gpu_marks import clear_marked, round_marked, rows_of
+
+    device = triton_target.device
+    sums, marks = torch.randn(3, 7, C), torch.rand(3, 7) < 0.4
+    sums[~marks] = float("nan")
+    given, out = redzone(sums.to(device)), torch.full_like(sums, 7, dtype=torch.float16, device=device)
+    told = redzone(marks.to(device, torch.uint8))
+    with poisoned():
+        round_marked(rows_of(sums), given, out, told)
+        clear_marked(rows_of(sums), given, told)
+    assert torch.equal(out.cpu(), torch.where(marks[..., None], sums, 0).half())
+    torch.testing.assert_close(given.cpu(), torch.where(marks[..., None], 0, sums), rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_batch_decides_nothing_that_rounds(triton_target):
     """It may decide how many points a program has, and tiles of other sizes may round otherwise; so it does not where the features'
     gradient, which is added up in whatever order, is not among the others."""

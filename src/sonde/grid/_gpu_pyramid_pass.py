@@ -20,6 +20,7 @@ from ..op.dtypes import accumulator
 from ..op.gpu import outline, room, zeros
 from ..op.plan import Determinism, Kernel
 from ._gpu_fixed import finishing
+from ._gpu_marks import clear_marked, round_marked, rows_of
 from ._gpu_pyramid import Levels, layout_of, levels_of, table_of
 from ._gpu_pyramid_segments import Problem as Segments
 from ._gpu_pyramid_segments import launches, rows_gradient, workspace
@@ -36,6 +37,7 @@ class Operator(NamedTuple):
     value: Tunable
     gradients: Tunable
     total: Tunable | None = None  # adds up the slices that the problem may have
+    mark: Tunable | None = None  # marks the rows of features that the gradients' kernel adds to, if those may be few
     soft: bool = False  # the flag means that weights are logits
 
 
@@ -54,9 +56,10 @@ class Backward(NamedTuple):
     levels: Levels
     told: list[Tensor]
     copies: tuple[int, ...]  # the result's gradient being the last
-    rooms: tuple[Callable[[], Tensor] | None, ...]  # for the gradients of features (zeros), locations and weights
+    rooms: tuple[Callable[[], Tensor] | None, ...]  # for gradients, of features (zeros, if nothing is marked), locations, weights
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
-    step: jit.Step | None
+    marks: Callable[[], Tensor] | None  # of the rows that it adds to (zeros)
+    steps: tuple[jit.Step, ...]
     back: jit.Step | None  # rounds the features' gradient
     room: Callable[[], Tensor]  # for that
     segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
@@ -152,8 +155,9 @@ def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
     features, shapes, starts, locations, weights, grad = _copied((*args[:5], grad), this.copies)
     tables = this.told or _tables(this, features, shapes, starts)
     found: list[Any] = [new and new() for new in this.rooms]
-    if this.step is not None:
-        this.step((grad, features, *tables, locations, weights, *found, None))
+    marks = this.marks and this.marks()
+    for step in this.steps:
+        step((grad, features, *tables, locations, weights, *found, marks, None))
     del features  # a copy is read no more: make room
     if this.segments is not None:
         if this.soft:
@@ -163,7 +167,7 @@ def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
     del locations, weights, grad
     if this.back is not None:
         sums, found[0] = found[0], this.room()
-        this.back((sums, found[0], None))
+        this.back((sums, found[0], marks, None))
     return [d for d in found if d is not None]
 
 
@@ -176,22 +180,23 @@ def prepare_backward(
     wants = tuple(i for i, need in enumerate(needs) if need and not (by_segments and i == 0))
     reads = needs[1] or needs[2]
     copies = [i for i in (0, 3, 4, 5) if (layout.copy and reads if i == 0 else not T[i].is_contiguous())]
-    step = segments = None
+    steps, segments, back, marks, sums, new = [], None, None, None, outline(features.shape), zeros
     if wants:
         problem = op.problem(features, weights, known, layout, wide, flag, wants)
         written = [6 + i if i in wants else None for i in range(3)]
-        step = jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])
+        steps = [jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])]
+    if 0 in wants and features.dtype != wide:
+        back = finishing(sums, sums)
+        if op.mark is not None:
+            marks, new = zeros(outline(sums.shape[:2]), torch.uint8, features.device), room
+            steps = [jit.Step(op.mark, problem, [2, 3, 4, 9]), jit.Step(clear_marked, rows_of(sums), [6, 9]), *steps]
+            back = jit.Step(round_marked, rows_of(sums), [0, 1, 2])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
     others = [room(outline(t.shape), t.dtype, t.device) for t in (locations, weights)]
-    sums = zeros(outline(features.shape), wide, features.device)
-    rooms = tuple(new if i in wants else None for i, new in enumerate((sums, *others)))
-    same = outline(features.shape)
-    back, new = (
-        finishing(same, same) if 0 in wants and features.dtype != wide else None,
-        room(same, features.dtype, features.device),
-    )
-    return Backward(known, [], tuple(copies), rooms, wants, step, back, new, segments, by_segments and op.soft and flag, wide)
+    rooms = tuple(new if i in wants else None for i, new in enumerate((new(sums, wide, features.device), *others)))
+    result, soft = room(sums, features.dtype, features.device), by_segments and op.soft and flag
+    return Backward(known, [], tuple(copies), rooms, wants, marks, tuple(steps), back, result, segments, soft, wide)
 
 
 def plan(
@@ -226,13 +231,17 @@ def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kerne
     copied, result = _bytes(T, this.copies), features.numel() * features.element_size()
     atomic = 0 in this.wants
     buffer = 0 if this.back is None else features.numel() * this.wide.itemsize
-    if this.step is not None:
+    buffer += features.shape[0] * features.shape[1] if this.marks else 0  # a byte each
+    if this.steps:
         dtypes = [grad.dtype, features.dtype, *_table_dtypes(this.levels, shapes, starts), locations.dtype, weights.dtype]
         dtypes += [this.wide, locations.dtype, weights.dtype]
         later = result if buffer or this.segments is not None else 0  # is allocated when this is over
         room = max(0, copied + buffer - later)
         promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
-        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *this.step.chosen(dtypes, features.device))
+        for step in this.steps[:-1]:
+            add(step.kernel.title, (), Determinism.BATCH_INVARIANT, room)
+        chosen = this.steps[-1].chosen(dtypes, features.device)
+        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *chosen)
     if this.back is not None:
         add(this.back.kernel.title, (), Determinism.BATCH_INVARIANT, buffer)
     if this.segments is not None:

@@ -12,7 +12,7 @@ from .. import _gpu_pyramid_pass as passes
 from .._gpu_pyramid import Layout, Levels
 from .._gpu_pyramid_segments import Problem as Segments
 from .gpu_configs import Problem, slices_of
-from .gpu_kernels import aggregate, aggregate_gradients, total
+from .gpu_kernels import aggregate, aggregate_gradients, mark_rows, total
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
@@ -58,4 +58,6 @@ def _segments(features: Tensor, weights: Tensor, levels: Levels, layout: Layout,
     return Segments(B, S, A, 1, C, max(1, G), P * cams * L, 1, max(1, L), levels, drop, wide, layout.int64)
 
 
-THIS = passes.Operator(("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total)
+THIS = passes.Operator(
+    ("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total, mark_rows
+)  # fmt: skip

@@ -159,3 +159,9 @@ def launch_cells(p: Problem, config: Cells) -> Launch:
 def launch_total(p: Problem, block_c: int) -> Launch:
     block_a = 1024 // block_c
     return Launch((cdiv(p.B * p.A, block_a), cdiv(p.C, block_c), 1), (p.B * p.A, p.slices), (p.C, block_a, block_c), 4)
+
+
+def launch_mark(p: Problem, block: int) -> Launch:
+    samples = p.B * p.A * p.N
+    what = (p.cams, p.L, p.row, p.drop, p.table, p.mask, accumulator(p.wide), tl.int64 if p.int64 else tl.int32, block)
+    return Launch((cdiv(samples, block), 1, 1), (samples, p.S, p.A * p.N), what, max(1, block // 32))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import jit
 from ...op.gpu import cdiv, power_of_2
+from .._gpu_marks import mark
 from .._gpu_pyramid import along, fetch, level, locate, put, scatter, shares
 from .._gpu_pyramid_expected import gradients, host, portions
 from .._gpu_taps import corners
@@ -27,9 +28,10 @@ from .gpu_configs import (
     fits_cells,
     launch,
     launch_cells,
+    launch_mark,
     launch_total,
 )
-from .gpu_parts import by_channel, corners_of, pick, products, read, slice_of, take, visible
+from .gpu_parts import corners_of, over_groups, pick, products, read, slice_of, spread, take, turns, visible
 
 SIZES = ["S", "A", "N", "SLICES", "BATCH"]
 
@@ -168,9 +170,10 @@ def _aggregate_gradients(
     cell of a level are taken together. Its pixels are read once, and of their products with the gradient every point makes its
     own; they are added to once. The pixels of the next cell are on their way meanwhile.
 
-    What is known of points has a tile ``[fours, 4, groups]``, what belongs to a pixel one of ``[pieces, groups, channels of a
-    piece]``: so a thread has the same group in both.
+    What is known of points has a tile ``[points · groups]``, what belongs to a pixel one of ``[pieces · groups, channels of a
+    piece]``; ``turns`` says in which order.
     """
+    PIECES: tl.constexpr = PADDED // VEC
     READS: tl.constexpr = d_locations is not None or d_weights is not None
     i = tl.program_id(0)
     b, slice = (i // A // SLICES).to(tl.int64), i // A % SLICES
@@ -189,11 +192,11 @@ def _aggregate_gradients(
     camera, part = (slice // parts, slice % parts) if TURNS else (slice % CAMS, slice // CAMS)
     first, last = slice_of(part, N // CAMS, parts)
     begin, end = first * CAMS, last * CAMS
-    column = tl.arange(0, POINTS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    group = tl.arange(0, SPAN)[None, None, :]
-    point = column[:, :, None] + 0 * group
-    c = tl.arange(0, PADDED // VEC)[:, None, None] * VEC + tl.arange(0, VEC)[None, None, :]
+    point, group = turns(tl.arange(0, POINTS * SPAN), POINTS, SPAN)
+    piece, its_group = turns(tl.arange(0, PIECES * SPAN)[:, None], PIECES, SPAN)
+    c = piece * VEC + tl.arange(0, VEC)[None, :]
     in_c = c < GROUP
+    c += its_group * GROUP
     for n0 in range(begin + camera, end, POINTS * CAMS):
         n = n0 + point * CAMS
         own = tl.where(n < end, group, 0)  # hides that groups are neighbours: a thread has one
@@ -209,7 +212,7 @@ def _aggregate_gradients(
             x, fx, left, right = along(u, W, OFFSET)
             live = seen & (top | bottom) & (left | right)
             for g in range(0, G, SPAN):
-                at = (g + tl.arange(0, SPAN)[None, :, None]) * GROUP + c
+                at = g * GROUP + c
                 go = tl.load(grad + anchor * C + at, mask=in_c, other=0).to(ACC)
                 of = (n.to(OFFSET) * L + lev) * G + g + own
                 w = tl.load(weights + of, mask=live, other=0).to(ACC)
@@ -222,7 +225,7 @@ def _aggregate_gradients(
                         todo, y0, x0 = take(todo, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
                         ahead = read(image, y0, x0, at, in_c, H, W, start, S, ROW, MASK, OFFSET) if READS else ()
                         if READS:
-                            value, dx, dy, dyx = products(go, pixels, ACC)
+                            value, dx, dy, dyx = products(go, pixels, PIECES, POINTS, SPAN, ACC)
                             dy += fx * dyx
                             g_w = tl.where(meet, value + fx * dx + fy * dy, g_w)
                             g_v += tl.where(meet, w * dy, 0) * H
@@ -230,8 +233,9 @@ def _aggregate_gradients(
                         if d_features is not None:
                             f = tl.where(meet, w, 0)
                             f0, f1 = f * (1 - fy), f * fy
-                            f00, f01 = by_channel(f0 * (1 - fx)), by_channel(f0 * fx)
-                            f10, f11 = by_channel(f1 * (1 - fx)), by_channel(f1 * fx)
+                            f00, f01, f10, f11 = f0 * (1 - fx), f0 * fx, f1 * (1 - fx), f1 * fx
+                            f00, f01 = spread(f00, POINTS, PIECES, SPAN)[:, None], spread(f01, POINTS, PIECES, SPAN)[:, None]
+                            f10, f11 = spread(f10, POINTS, PIECES, SPAN)[:, None], spread(f11, POINTS, PIECES, SPAN)[:, None]
                             pixel, k00, k01, k10, k11 = corners_of(cell_y, cell_x, H, W, start, S, ROW, MASK, OFFSET)
                             scatter(d_image + pixel * C + at, go, f00, f01, f10, f11, k00, k01, k10, k11, in_c, W, C)
                 if d_weights is not None:
@@ -240,9 +244,39 @@ def _aggregate_gradients(
             for k in range(0, L * G - levels * G, SPAN):
                 put(d_weights + n.to(OFFSET) * (L * G) + k + own, tl.zeros_like(v), n < end)
         if d_locations is not None:
-            n = n0 + column * CAMS
-            put(d_locations + 2 * n, tl.sum(g_u, 2), n < end)
-            put(d_locations + 2 * n + 1, tl.sum(g_v, 2), n < end)
+            n = n0 + tl.arange(0, POINTS) * CAMS
+            put(d_locations + 2 * n, over_groups(g_u, POINTS, SPAN), n < end)
+            put(d_locations + 2 * n + 1, over_groups(g_v, POINTS, SPAN), n < end)
+
+
+@triton.jit(do_not_specialize=["SAMPLES", "S", "EACH"])
+def _mark(
+    shapes,
+    starts,
+    locations,  # [SAMPLES, 2]
+    marks,  # [B, S]
+    SAMPLES,
+    S,
+    EACH,  # samples of an image
+    CAMS: tl.constexpr,
+    L: tl.constexpr,
+    ROW: tl.constexpr,
+    DROP: tl.constexpr,
+    TABLE: tl.constexpr,
+    MASK: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The rows that the gradients' kernel will add to."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v, u = fetch(locations, i, i < SAMPLES, ACC)
+    camera, image = (i % CAMS).to(tl.int32), marks + i // EACH * S
+    seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (i < SAMPLES)
+    for lev in range(L):
+        H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
+        pixel, _fy, _fx, k00, k01, k10, k11, _live = locate(v, u, seen, H, W, start, S, ROW, MASK, OFFSET)
+        mark(image + pixel, k00, k01, k10, k11, W)
 
 
 def _portions(p: Problem) -> list[slice]:
@@ -301,3 +335,4 @@ aggregate_gradients = jit.kernel(
     expected=expected_gradients,
 )
 total = jit.kernel(_total, "grid.total", default=lambda p: min(256, power_of_2(p.C)), launch=launch_total)
+mark_rows = jit.kernel(_mark, "grid.deformable_aggregation_marks", default=lambda p: 128, launch=launch_mark)

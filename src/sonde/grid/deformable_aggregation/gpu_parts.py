@@ -69,21 +69,36 @@ def corners_of(y, x, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFS
 
 
 @triton.jit
-def products(go, pixels, ACC: tl.constexpr):
+def products(go, pixels, PIECES: tl.constexpr, POINTS: tl.constexpr, SPAN: tl.constexpr, ACC: tl.constexpr):
     """The products of a gradient with a cell's pixels by group, for all points: at the first corner, how they change along x and y,
     and how the one changes along the other. Differences first, so that a constant stays constant."""
     v00, v01, v10, v11 = pixels[0].to(ACC), pixels[1].to(ACC), pixels[2].to(ACC), pixels[3].to(ACC)
     dx, dy = v01 - v00, v10 - v00
-    return by_group(go * v00), by_group(go * dx), by_group(go * dy), by_group(go * (v11 - v10 - dx))
+    value, dyx = tl.sum(go * v00, 1), tl.sum(go * (v11 - v10 - dx), 1)
+    dx, dy = tl.sum(go * dx, 1), tl.sum(go * dy, 1)
+    value, dx = spread(value, PIECES, POINTS, SPAN), spread(dx, PIECES, POINTS, SPAN)
+    return value, dx, spread(dy, PIECES, POINTS, SPAN), spread(dyx, PIECES, POINTS, SPAN)
 
 
 @triton.jit
-def by_group(x):
-    """Sums over the channels of each group, for all points."""
-    return tl.sum(tl.sum(x, 2), 0)[None, None, :]
+def turns(i, N: tl.constexpr, SPAN: tl.constexpr):
+    """→ which of N things, and of which of SPAN groups, has place `i` of a tile: eight things of a group are neighbours, then come
+    as many of the next. With four numbers each, neighbours read and add to whole lines of 128 bytes, whatever Triton's layout."""
+    EIGHT: tl.constexpr = min(8, N)
+    return i % EIGHT + i // (EIGHT * SPAN) * EIGHT, i // EIGHT % SPAN
 
 
 @triton.jit
-def by_channel(x):
-    """Sums over points, for all channels of a group."""
-    return tl.sum(tl.sum(x, 0), 0)[None, :, None]
+def spread(x, N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr):
+    """Sums over N things of each group, for each of M others."""
+    EIGHT: tl.constexpr = min(8, N)
+    TO: tl.constexpr = min(8, M)
+    total = tl.sum(tl.sum(x.reshape(N // EIGHT, SPAN, EIGHT), 0), 1)
+    return tl.broadcast_to(total[None, :, None], [M // TO, SPAN, TO]).reshape(M * SPAN)
+
+
+@triton.jit
+def over_groups(x, N: tl.constexpr, SPAN: tl.constexpr):
+    """Sums over groups, for each of N things."""
+    EIGHT: tl.constexpr = min(8, N)
+    return tl.sum(x.reshape(N // EIGHT, SPAN, EIGHT), 1).reshape(N)
