@@ -196,7 +196,7 @@ def locate(v, u, here, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OF
 @triton.jit
 def within(k00, k01, k10, k11, row, W, S, ROW: tl.constexpr):
     """Which corners lie within the rows, too, and are not so far from the first that offsets would wrap: rows are ROW apart."""
-    FAR: tl.constexpr = 2**63 - 1 if row.dtype == tl.int64 else 2**31 // max(ROW, 1)
+    FAR: tl.constexpr = 2**63 - 1 if row.dtype == tl.int64 else 2**31 // (ROW if ROW > 0 else 1)
     k10, k11 = k10 & (W < FAR), k11 & (W < FAR)
     return k00 & below(row, S), k01 & below(row + 1, S), k10 & below(row + W, S), k11 & below(row + W + 1, S)
 
