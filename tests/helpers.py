@@ -353,9 +353,12 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         fences.append((buffer, span, bad))
         return buffer.as_strided(t.shape, t.stride(), pad)
 
+    library.forget()  # what was decided has found its functions
     reused, memory._owners = memory._owners, None
-    owners = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
+    owners: list[tuple] = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
+    guards = torch._C._dynamo.guards
+    owners += [(guards, n) for n in ("_empty_strided_cpu", "_empty_strided_cuda") if hasattr(guards, n)]
     before = [(owner, n, n in vars(owner), getattr(owner, n)) for owner, n in owners]
     for owner, n, _, real in before:
         setattr(owner, n, lambda *a, _real=real, **k: fence(_real(*a, **k)))
@@ -368,6 +371,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
             else:
                 delattr(owner, n)
         memory._owners = reused
+        library.forget()
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
         intact = edges.isnan() if bad != bad else edges == bad

@@ -162,13 +162,14 @@ def test_every_sample_counts_once(impl, mode):
 
 @pytest.mark.parametrize("outside", ["drop", "zeros"])
 @pytest.mark.parametrize("few", [0, 1 << 30], ids=["many", "few"])
-@pytest.mark.parametrize(("P", "C", "heads"), [(3, 4, 4), (9, 5, 3), (21, 8, 2)])
-def test_points_that_meet(triton_target, monkeypatch, P, C, heads, few, outside):
+@pytest.mark.parametrize(("P", "C", "heads", "points"), [(3, 4, 4, 4), (9, 5, 3, 4), (21, 64, 2, 16)])
+def test_points_that_meet(triton_target, monkeypatch, P, C, heads, points, few, outside):
     """Points in one cell are taken together. Here most are, at centres and edges of pixels and outside, too; a program has some of
     them, its neighbours the others, in either order."""
     from sonde.grid.deformable_aggregation import gpu_configs
 
     monkeypatch.setattr(gpu_configs, "MANY", few)
+    config = gpu_configs.Cells(points, heads if C == 64 else 1, 1)
     g, device = torch.Generator().manual_seed(P), triton_target.device
     shapes = (((2, 3), (1, 1)), ((1, 2), (3, 2)))
     eighths = torch.randint(-2, 11, (2, 3, P, 2, 2), generator=g, dtype=torch.float64) / 8
@@ -176,24 +177,43 @@ def test_points_that_meet(triton_target, monkeypatch, P, C, heads, few, outside)
         torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 15, C * heads), (2, 3, P, 2, 2, heads))
     )
     args = [features.to(device), shapes, None, eighths.to(device), weights.to(device), outside]
-    close(value_and_grads(OPERATOR.call(triton_target), args), value_and_grads(OPERATOR.call(Target("reference")), args))
+    with sonde.jit.settings.set(sonde.jit.PickFixed(config)):
+        got = value_and_grads(OPERATOR.call(triton_target), args)
+    close(got, value_and_grads(OPERATOR.call(Target("reference")), args))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_row_that_is_added_to_is_rounded(triton_target, dtype):
-    """In half precision only rows with sums are looked at. Here an image has one sample, and its corners nobody else's."""
-    shapes, places = (((4, 5), (2, 3)),), (-0.3, 0.05, 0.4, 1.0)
-    locations = torch.cartesian_prod(torch.tensor(places), torch.tensor(places)).view(-1, 1, 1, 1, 2)
-    B, C = len(locations), 10
-    features, weights = torch.randn(B, 26, C, dtype=dtype), torch.ones(B, 1, 1, 1, 2, 2, dtype=dtype)
-    args, grad = [t.to(triton_target.device) for t in (features, locations, weights)], torch.rand(C).to(dtype) + 1
-    found = []
+@pytest.mark.parametrize(
+    ("dtype", "how", "outside"),
+    [
+        (torch.float16, "numbers", "drop"),
+        (torch.bfloat16, "tensors", "zeros"),
+        (torch.float16, "int64", "drop"),
+        (torch.bfloat16, "float64", "zeros"),
+    ],
+    ids=str,
+)
+def test_every_row_that_is_added_to_is_rounded(triton_target, monkeypatch, dtype, how, outside):
+    """In half precision only rows with sums are looked at. Here each camera sees one point, whose corners are nobody else's."""
+    from sonde.grid.deformable_aggregation import gpu
+
+    monkeypatch.setattr(gpu, "FORCE_INT64", how == "int64")
+    shapes, S, C, P, device = (((4, 5), (2, 3)), ((3, 2), (1, 4))), 36, 10, 9, triton_target.device
+    wide, middle = (torch.float64, 0.3 - 1e-12) if how == "float64" else (torch.float32, 0.4)  # that is another cell in float32
+    places = torch.cartesian_prod(*[torch.tensor([0.05, middle, 0.97], dtype=wide)] * 2)
+    B = len(places)
+    locations = torch.full((B, 1, P, 2, 2), -5, dtype=wide)
+    locations[:, 0, -1] = torch.stack([places, places.flip(0)], 1)
+    features, weights = torch.randn(B, S, C).to(dtype), torch.ones(B, 1, P, 2, 2, 2, dtype=dtype)
+    told = [shapes, None]
+    if how == "tensors":
+        told = [torch.tensor(shapes, device=device), torch.tensor([[0, 20], [26, 32]], device=device)]
+    grad, found = torch.rand(C).to(dtype) + 1, []
     for kind in (torch.float32, dtype):
-        args = [args[0].detach().to(kind).requires_grad_(), args[1], args[2].to(kind)]
-        out = OPERATOR.call(triton_target)(args[0], shapes, None, args[1], args[2], "zeros")
-        found += torch.autograd.grad(out, args[0], grad.to(out).expand_as(out))
-    rows = (found[0] != 0).all(-1).sum(-1).unique().tolist()
-    assert rows == [0, 2, 4, 8]
+        leaf = features.to(device, kind).requires_grad_()
+        with poisoned():
+            out = OPERATOR.call(triton_target)(leaf, *told, locations.to(device), weights.to(device, kind), outside)
+            found += torch.autograd.grad(out, leaf, grad.to(out).expand_as(out))
+    assert (found[0] != 0).all(-1).sum(-1).unique().tolist() == [4, 7, 8, 14]
     assert torch.equal(found[1], found[0].to(dtype))
 
 

@@ -58,8 +58,8 @@ class Backward(NamedTuple):
     copies: tuple[int, ...]  # the result's gradient being the last
     rooms: tuple[Callable[[], Tensor] | None, ...]  # for gradients, of features (zeros, if nothing is marked), locations, weights
     wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
-    marks: Callable[[], Tensor] | None  # of the rows that it adds to (zeros)
-    steps: tuple[jit.Step, ...]
+    marks: Callable[[], Tensor] | None  # of the rows that the kernel adds to (zeros)
+    steps: tuple[jit.Step, ...]  # that kernel and, before it, what it needs
     back: jit.Step | None  # rounds the features' gradient
     room: Callable[[], Tensor]  # for that
     segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
@@ -180,21 +180,24 @@ def prepare_backward(
     wants = tuple(i for i, need in enumerate(needs) if need and not (by_segments and i == 0))
     reads = needs[1] or needs[2]
     copies = [i for i in (0, 3, 4, 5) if (layout.copy and reads if i == 0 else not T[i].is_contiguous())]
-    steps, segments, back, marks, sums, new = [], None, None, None, outline(features.shape), zeros
+    sums, begin = outline(features.shape), zeros
+    steps: list[jit.Step] = []
+    segments = back = marks = None
     if wants:
         problem = op.problem(features, weights, known, layout, wide, flag, wants)
         written = [6 + i if i in wants else None for i in range(3)]
         steps = [jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])]
     if 0 in wants and features.dtype != wide:
-        back = finishing(sums, sums)
-        if op.mark is not None:
-            marks, new = zeros(outline(sums.shape[:2]), torch.uint8, features.device), room
+        if op.mark is None:
+            back = finishing(sums, sums)
+        else:  # 9 has the marks
+            marks, begin = zeros(outline(sums.shape[:2]), torch.uint8, features.device), room
             steps = [jit.Step(op.mark, problem, [2, 3, 4, 9]), jit.Step(clear_marked, rows_of(sums), [6, 9]), *steps]
             back = jit.Step(round_marked, rows_of(sums), [0, 1, 2])
     if by_segments:
         segments = op.segments(features, weights, known, layout, wide, flag)
-    others = [room(outline(t.shape), t.dtype, t.device) for t in (locations, weights)]
-    rooms = tuple(new if i in wants else None for i, new in enumerate((new(sums, wide, features.device), *others)))
+    news = begin(sums, wide, features.device), *(room(outline(t.shape), t.dtype, t.device) for t in (locations, weights))
+    rooms = tuple(new if i in wants else None for i, new in enumerate(news))
     result, soft = room(sums, features.dtype, features.device), by_segments and op.soft and flag
     return Backward(known, [], tuple(copies), rooms, wants, marks, tuple(steps), back, result, segments, soft, wide)
 

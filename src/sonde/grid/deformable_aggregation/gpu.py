@@ -59,5 +59,5 @@ def _segments(features: Tensor, weights: Tensor, levels: Levels, layout: Layout,
 
 
 THIS = passes.Operator(
-    ("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total, mark_rows
-)  # fmt: skip
+    ("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total=total, mark=mark_rows
+)

@@ -138,7 +138,7 @@ def candidate_cells(p: Problem) -> list[Cells]:
 
 
 def fits_cells(p: Problem, config: Cells) -> bool:
-    """Points, which come in fours, and warps are powers of two, tiles have whole groups, and are not larger than the default's."""
+    """Points, at least four, and warps are powers of two, tiles have whole groups, and are not larger than the default's."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.points, config.num_warps))
     groups = 0 < config.groups <= _most_groups(p) and _most_groups(p) % config.groups == 0
     return powers and groups and 4 <= config.points <= 16 and config.num_warps >= default_cells(p).num_warps

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import jit
 from ...op.gpu import cdiv, power_of_2
 from .._gpu_marks import mark
-from .._gpu_pyramid import along, fetch, level, locate, put, scatter, shares
+from .._gpu_pyramid import along, fetch, inside, level, locate, put, scatter, shares
 from .._gpu_pyramid_expected import gradients, host, portions
 from .._gpu_taps import corners
 from .gpu_configs import (
@@ -158,7 +158,7 @@ def _aggregate_gradients(
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
     TURNS: tl.constexpr,  # cameras take them
-    POINTS: tl.constexpr,  # that are looked at together, in fours
+    POINTS: tl.constexpr,  # that are looked at together
     SPAN: tl.constexpr,  # groups of a tile
     PADDED: tl.constexpr,  # channels of a group, up to a power of two
     VEC: tl.constexpr,  # neighbours among them that a thread has
@@ -199,7 +199,6 @@ def _aggregate_gradients(
     c += its_group * GROUP
     for n0 in range(begin + camera, end, POINTS * CAMS):
         n = n0 + point * CAMS
-        own = tl.where(n < end, group, 0)  # hides that groups are neighbours: a thread has one
         v, u = fetch(locations, n, n < end, ACC)
         seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
@@ -214,7 +213,7 @@ def _aggregate_gradients(
             for g in range(0, G, SPAN):
                 at = g * GROUP + c
                 go = tl.load(grad + anchor * C + at, mask=in_c, other=0).to(ACC)
-                of = (n.to(OFFSET) * L + lev) * G + g + own
+                of = (n.to(OFFSET) * L + lev) * G + g + group
                 w = tl.load(weights + of, mask=live, other=0).to(ACC)
                 g_w = tl.zeros_like(w)
                 todo, y0, x0 = take(live, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
@@ -242,7 +241,7 @@ def _aggregate_gradients(
                     put(d_weights + of, g_w, n < end)
         if d_weights is not None:
             for k in range(0, L * G - levels * G, SPAN):
-                put(d_weights + n.to(OFFSET) * (L * G) + k + own, tl.zeros_like(v), n < end)
+                put(d_weights + n.to(OFFSET) * (L * G) + k + group, tl.zeros_like(v), n < end)
         if d_locations is not None:
             n = n0 + tl.arange(0, POINTS) * CAMS
             put(d_locations + 2 * n, over_groups(g_u, POINTS, SPAN), n < end)
@@ -271,8 +270,8 @@ def _mark(
     """The rows that the gradients' kernel will add to."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v, u = fetch(locations, i, i < SAMPLES, ACC)
+    seen = inside(v, u) if DROP else i < SAMPLES
     camera, image = (i % CAMS).to(tl.int32), marks + i // EACH * S
-    seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (i < SAMPLES)
     for lev in range(L):
         H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
         pixel, _fy, _fx, k00, k01, k10, k11, _live = locate(v, u, seen, H, W, start, S, ROW, MASK, OFFSET)

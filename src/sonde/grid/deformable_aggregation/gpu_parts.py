@@ -83,22 +83,27 @@ def products(go, pixels, PIECES: tl.constexpr, POINTS: tl.constexpr, SPAN: tl.co
 @triton.jit
 def turns(i, N: tl.constexpr, SPAN: tl.constexpr):
     """→ which of N things, and of which of SPAN groups, has place `i` of a tile: eight things of a group are neighbours, then come
-    as many of the next. With four numbers each, neighbours read and add to whole lines of 128 bytes, whatever Triton's layout."""
+    as many of the next. Eight pieces of four float32 are a line of memory, so neighbours add to whole lines."""
     EIGHT: tl.constexpr = 8 if N > 8 else N
     return i % EIGHT + i // (EIGHT * SPAN) * EIGHT, i // EIGHT % SPAN
 
 
 @triton.jit
+def unrolled(x, N: tl.constexpr, SPAN: tl.constexpr):
+    """Such a tile as ``[eights, groups, things of eight]``."""
+    EIGHT: tl.constexpr = 8 if N > 8 else N
+    return x.reshape(N // EIGHT, SPAN, EIGHT)
+
+
+@triton.jit
 def spread(x, N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr):
     """Sums over N things of each group, for each of M others."""
-    EIGHT: tl.constexpr = 8 if N > 8 else N
-    TO: tl.constexpr = 8 if M > 8 else M
-    total = tl.sum(tl.sum(x.reshape(N // EIGHT, SPAN, EIGHT), 0), 1)
-    return tl.broadcast_to(total[None, :, None], [M // TO, SPAN, TO]).reshape(M * SPAN)
+    EIGHT: tl.constexpr = 8 if M > 8 else M
+    total = tl.sum(tl.sum(unrolled(x, N, SPAN), 0), 1)
+    return tl.broadcast_to(total[None, :, None], [M // EIGHT, SPAN, EIGHT]).reshape(M * SPAN)
 
 
 @triton.jit
 def over_groups(x, N: tl.constexpr, SPAN: tl.constexpr):
     """Sums over groups, for each of N things."""
-    EIGHT: tl.constexpr = 8 if N > 8 else N
-    return tl.sum(x.reshape(N // EIGHT, SPAN, EIGHT), 1).reshape(N)
+    return tl.sum(unrolled(x, N, SPAN), 1).reshape(N)
