@@ -31,10 +31,11 @@ def value_and_gradients(gpu, args, mode: bool = False) -> list:
 
 
 def expected(operator: Operator, args) -> list:
+    dtype = args[0].dtype
     args = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     given = leaves(args)
     out = operator.definition(*given)
-    return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.float()])[0].double())]
+    return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.to(dtype)])[0].double())]
 
 
 @pytest.mark.parametrize("path", OPERATORS)
