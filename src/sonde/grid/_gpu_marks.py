@@ -42,6 +42,14 @@ def mark(p, k00, k01, k10, k11, W):
     tl.store(p + W[:, None], 1, mask=tl.where(right > 0, k11[:, None], k10[:, None]))
 
 
+@triton.jit
+def tile(i, marks, ROWS, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """→ the rows and channels of the `i`-th tile of rows, and which rows are marked."""
+    r = i.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    return r, c, tl.load(marks + r, mask=r < ROWS, other=0) != 0
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def _clear_marked(
     sums,  # [ROWS, C]
@@ -52,9 +60,7 @@ def _clear_marked(
     BLOCK_C: tl.constexpr,
 ):
     """Zeros, to add to."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    marked = tl.load(marks + r, mask=r < ROWS, other=0) != 0
+    r, c, marked = tile(tl.program_id(0), marks, ROWS, BLOCK_R, BLOCK_C)
     tl.store(sums + r * C + c, tl.zeros([BLOCK_R, BLOCK_C], sums.dtype.element_ty), mask=marked & (c < C))
 
 
@@ -70,9 +76,7 @@ def _round_marked(
 ):
     """The sums in the dtype of the result; zeros where nothing was added."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was added to last may still be in the cache
-    r = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    marked = tl.load(marks + r, mask=r < ROWS, other=0) != 0
+    r, c, marked = tile(program, marks, ROWS, BLOCK_R, BLOCK_C)
     x = tl.load(sums + r * C + c, mask=marked & (c < C), other=0)
     tl.store(out + r * C + c, x.to(out.dtype.element_ty), mask=(r < ROWS) & (c < C))
 

@@ -113,7 +113,12 @@ def launch(p: Problem, config: Config) -> Launch:
 
 def _constants(p: Problem) -> tuple:
     what = (p.cams, p.L, p.C, p.G, _group(p), p.row, p.vector, p.drop, p.table, p.mask)
-    return (*what, accumulator(p.wide), tl.int64 if p.int64 else tl.int32)
+    return *what, *_types(p)
+
+
+def _types(p: Problem) -> tuple:
+    """Of sums and of offsets."""
+    return accumulator(p.wide), tl.int64 if p.int64 else tl.int32
 
 
 def _most_groups(p: Problem) -> int:
@@ -163,5 +168,5 @@ def launch_total(p: Problem, block_c: int) -> Launch:
 
 def launch_mark(p: Problem, block: int) -> Launch:
     samples = p.B * p.A * p.N
-    what = (p.cams, p.L, p.row, p.drop, p.table, p.mask, accumulator(p.wide), tl.int64 if p.int64 else tl.int32, block)
+    what = (p.cams, p.L, p.row, p.drop, p.table, p.mask, *_types(p), block)
     return Launch((cdiv(samples, block), 1, 1), (samples, p.S, p.A * p.N), what, max(1, block // 32))
