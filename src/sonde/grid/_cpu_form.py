@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..op.cpu import run
+from ..op.cpu import array, run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
 from ..op.library import memory_format
@@ -35,9 +35,9 @@ def derivatives(
     B, C, H, W = images.shape
     shapes = _shapes(images, samples, octaves, coef, rows)
     values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
-    none = {x: torch.empty((0,) * len(shape), dtype=wide) for x, shape in shapes.items()}
-    given = [(none[x] if value is None else dense(value, wide)).numpy() for x, value in values.items()]
-    powers = (2.0 ** torch.arange(octaves, dtype=wide)).numpy()
+    none = {x: images.new_empty((0,) * len(shape), dtype=wide) for x, shape in shapes.items()}
+    given = [array(none[x] if value is None else dense(value, wide)) for x, value in values.items()]
+    powers = array(2.0 ** torch.arange(octaves, dtype=wide, device=images.device))
     found: dict[str, Tensor] = {}
     if "images" in of:
         layout = memory_format(images, True)
@@ -45,13 +45,13 @@ def derivatives(
         strides = (1, C) if layout == torch.channels_last else (H * W, 1)
         flat = grad.permute(0, 2, 3, 1) if layout == torch.channels_last else grad
         blocks, width = _blocks(B, C)
-        run(per_channel, B * blocks, width, H, W, C, *given, powers, flat.reshape(-1).numpy(), *strides, slices_per_thread=1)
+        run(per_channel, B * blocks, width, H, W, C, *given, powers, array(flat.reshape(-1)), *strides, slices_per_thread=1)
         found["images"] = grad.to(images.dtype)
     if asked := [x for x in of if x != "images"]:
         # rows are written whole, the others only where a sample sees the image
         grads = {x: (empty if x == "rows" else zeros)(shapes[x], wide) for x in asked}
-        wanted = [(none if x == "depths" and not octaves else grads).get(x, none[x]).numpy() for x in shapes]
-        pixels = dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C).numpy()
+        wanted = [array((none if x == "depths" and not octaves else grads).get(x, none[x])) for x in shapes]
+        pixels = array(dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C))
         enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
         run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)
         dtypes = {x: value.dtype for x, value in dict(values, depths=depths).items() if value is not None}

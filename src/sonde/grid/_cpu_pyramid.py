@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import run
+from ..op.cpu import NUMPY, array, run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
 from ..op.memory import dense, empty, is_dense, zeros
@@ -120,7 +120,7 @@ def _per_channel(p, cut, levels, at, by, grad, features=None, g_locations=None, 
     many, pieces, width = cut
     tasks = p.B * -(-p.heads // many) * pieces
     enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
-    given = (*p.numbers, spare, many, width, table, sizes, *views, *results, found.view(1, -1).numpy())
+    given = (*p.numbers, spare, many, width, table, sizes, *views, *results, array(found.view(1, -1)))
     run(per_channel, tasks, *given, grain=enough, slices_per_thread=tasks)
     return found[: p.B * p.S]
 
@@ -128,7 +128,7 @@ def _per_channel(p, cut, levels, at, by, grad, features=None, g_locations=None, 
 def _views(p: Problem, dtype: torch.dtype, **given: Tensor | None) -> list[np.ndarray]:
     """Tensors as kernels see them, by what they are; empty in place of what is not there."""
     shapes = dict(rows=(1, -1), places=(p.units, p.M * 2), weights=(p.units * p.M * p.L, p.G), results=(p.units, p.G * p.D))
-    return [_nothing(dtype) if x is None else x.numpy().reshape(shapes[kind]) for kind, x in given.items()]
+    return [_nothing(dtype) if x is None else array(x).reshape(shapes[kind]) for kind, x in given.items()]
 
 
 def _rows(p: Problem, features: Tensor, wide: torch.dtype, spare: int) -> Tensor:
@@ -169,9 +169,9 @@ def _table(p: Problem, levels: tuple[int, ...], dtype: torch.dtype) -> tuple[np.
     along = np.pad(table, ((0, LANES - 1 if len(table) else 0), (0, 0), (0, 0)), "wrap").transpose(1, 2, 0)  # [L, 3, places]
     whole, real = (np.ascontiguousarray(along[:, of]).reshape(2 * p.L, along.shape[2]) for of in ((1, 2), (1, 0)))
     inside = all(0 <= start <= p.S - h * w for h, w, start in zip(levels[::3], levels[1::3], levels[2::3]))
-    return whole, torch.from_numpy(real).to(dtype).numpy(), -1 if inside else p.B * p.S
+    return whole, real.astype(NUMPY[dtype]), -1 if inside else p.B * p.S
 
 
 @lru_cache(16)
 def _nothing(dtype: torch.dtype) -> np.ndarray:
-    return torch.empty(0, 0, dtype=dtype).numpy()
+    return np.empty((0, 0), NUMPY[dtype])

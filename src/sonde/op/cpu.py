@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from numba.core.options import DefaultOptions
+from torch import Tensor
 
 from .cache import cache_dir
 
@@ -92,6 +94,26 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
     held.clear()
     if problems:
         raise problems[0]
+
+
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # bytes from an address on; arrays cut off what is theirs
+    owner: Tensor
+
+
+NUMPY = {getattr(torch, kind): np.dtype(kind) for kind in ("float32", "float64", "int32", "int64")}
+
+
+def array(x: Tensor) -> np.ndarray:
+    """The elements of `x`, as kernels see them; the array keeps them alive.
+
+    ``x.numpy()`` would make the storage of `x` one that can never be resized, which FSDP does to parameters after every use and
+    ``out=`` to results. So the memory is read by its address, and nothing of the tensor changes.
+    """
+    memory = _Memory.from_address(x.data_ptr())
+    memory.owner = x
+    if x.is_contiguous():
+        return np.ndarray(x.shape, NUMPY[x.dtype], memory)
+    return np.ndarray(x.shape, NUMPY[x.dtype], memory, strides=[step * x.itemsize for step in x.stride()])
 
 
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

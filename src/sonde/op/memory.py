@@ -33,7 +33,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_
     if storage is None:
         storage = _fresh((size,), torch.uint8).untyped_storage()
     strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    found = torch.empty(0, dtype=dtype).set_(storage[:], 0, tuple(shape), strides)  # type: ignore[call-overload]
+    found = torch.empty(0, dtype=dtype, device="cpu").set_(storage[:], 0, tuple(shape), strides)  # type: ignore[call-overload]
     _kept.append(storage)
     while sum(one.nbytes() for one in _kept.copy()) > ROOM:
         _oldest()
@@ -80,7 +80,7 @@ def _oldest() -> torch.UntypedStorage | None:
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """On large pages, if there are any: small ones take four times as long to come, and ten to go."""
-    found = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+    found = torch.empty(shape, dtype=dtype, memory_format=memory_format, device="cpu")
     if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:
         start = -(-found.data_ptr() // LARGE_PAGE) * LARGE_PAGE
         stop = (found.data_ptr() + found.nbytes) // LARGE_PAGE * LARGE_PAGE

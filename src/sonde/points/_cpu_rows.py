@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import exact_part, part
+from ..op.cpu import array, exact_part, part
 from ..op.lanes import LANES, fma, load, spread, total
 from ..op.memory import dense, is_dense
 
@@ -18,7 +18,7 @@ def copied(x: Tensor, wide: torch.dtype) -> int:
 
 def widths(sigma: Tensor | None, width: float, B: int, wide: torch.dtype) -> np.ndarray:
     """σ of every row of the batch."""
-    return (torch.full((B,), width, dtype=wide) if sigma is None else dense(sigma, wide)).numpy()
+    return array(torch.full((B,), width, dtype=wide, device="cpu") if sigma is None else dense(sigma, wide))
 
 
 @exact_part

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import jit, run
+from ..op.cpu import array, jit, run
 from ..op.plan import Determinism, Kernel
 from . import _cpu_tree as trees
 from ._cpu_segments import Lists, gather, lists, sums
@@ -25,7 +25,7 @@ def tree_of(points: Tensor, order: Opt, ordered: Opt, boxes: Opt, offsets: Opt) 
 
 def ball(radius: float, dtype: torch.dtype) -> float:
     """r², rounded once; no distance is infinite."""
-    return min(float(torch.tensor(radius * radius, dtype=dtype)), torch.finfo(dtype).max)
+    return min(float(torch.tensor(radius * radius, dtype=dtype, device="cpu")), torch.finfo(dtype).max)
 
 
 def scalars(dtype: torch.dtype, *numbers: float) -> list:
@@ -39,12 +39,12 @@ def search(args: Sequence, k: int, radius: float | None = None) -> tuple[Tensor,
     queries, points, order, ordered, boxes, _, _, _, query_offsets, point_offsets = args
     (B, M, _), N = queries.shape, points.shape[1]
     tree = tree_of(points, order, ordered, boxes, point_offsets)
-    distances = torch.empty(B, M, k, dtype=queries.dtype)
-    indices = torch.empty(B, M, k, dtype=torch.int64)
-    truncated = torch.empty(B, M if radius is not None else 0, dtype=torch.int64)
+    distances = queries.new_empty(B, M, k)
+    indices = queries.new_empty(B, M, k, dtype=torch.int64)
+    truncated = queries.new_empty(B, M if radius is not None else 0, dtype=torch.int64)
     (bound,) = scalars(queries.dtype, torch.finfo(queries.dtype).max if radius is None else ball(radius, queries.dtype))
-    rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
-    results = distances.view(-1, k).numpy(), indices.view(-1, k).numpy(), truncated.view(-1).numpy()
+    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
+    results = array(distances.view(-1, k)), array(indices.view(-1, k)), array(truncated.view(-1))
     run(neighbours, B * M, M, N, k, bound, rows, trees.spatial_order(rows, B), mine, *tree[:4], tree.nodes, *results, grain=64)
     return distances, indices, truncated
 
@@ -82,14 +82,14 @@ def list_gradients(grad, queries, points, distances, indices, entries, needs) ->
     """The same for lists of any length; those of row i are entries[i] to entries[i + 1]."""
     (B, M, D), N = queries.shape, points.shape[1]
     q, p = trees.three(queries), trees.three(points)
-    slopes = torch.empty(grad.shape, dtype=queries.dtype)
-    g_queries = torch.empty(B * M, 3, dtype=queries.dtype)
-    given = [x.detach().contiguous().numpy() for x in (grad.to(queries.dtype), distances, indices)]
-    run(pull, B * M, M, N, entries, q.numpy(), p.numpy(), *given, slopes.numpy(), g_queries.numpy(), grain=256)
+    slopes = queries.new_empty(grad.shape)
+    g_queries = queries.new_empty(B * M, 3)
+    given = [array(x.detach().contiguous()) for x in (grad.to(queries.dtype), distances, indices)]
+    run(pull, B * M, M, N, entries, array(q), array(p), *given, array(slopes), array(g_queries), grain=256)
     found = [g_queries[:, :D].reshape(queries.shape)] if needs[0] else []
     if needs[1]:
-        of_points: Lists = lists(indices.numpy(), entries, B, M, N)
-        none = torch.empty(0, 0, dtype=queries.dtype)
+        of_points: Lists = lists(array(indices), entries, B, M, N)
+        none = queries.new_empty(0, 0)
         g_points, _ = sums(of_points, slopes, q, p, None, none, True)
         found.append(g_points[:, :D].reshape(points.shape))
     return [g.contiguous() for g in found]

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..op.cpu import jit, part, run
+from ..op.cpu import array, jit, part, run
 from ..op.lanes import LANES, fma, load, spread, store_some
 from ..op.memory import zeros
 
@@ -40,16 +39,16 @@ def sums(of: Lists, slopes: Tensor, queries: Tensor, points: Tensor, weights: Te
     """∂p_j = −Σ slope·(q_i − p_j) ``[B·N, 3]`` and ∂f_j = Σ weight·grad_i ``[B·N, F]``, over the entries that list j."""
     F, pieces, rows = grad.shape[1], len(of.pieces), len(of.firsts) - 1
     wide = slopes.dtype if weights is None else weights.dtype
-    parts = torch.zeros(pieces if coordinates else 0, 3, dtype=slopes.dtype)
+    parts = slopes.new_zeros(pieces if coordinates else 0, 3)
     features = zeros((pieces if weights is not None else 0, F), wide)
-    by = torch.empty(0, dtype=wide) if weights is None else weights
-    given = [x.numpy() for x in (slopes, queries, points, by, grad, parts, features)]
+    by = slopes.new_empty(0, dtype=wide) if weights is None else weights
+    given = [array(x) for x in (slopes, queries, points, by, grad, parts, features)]
     run(gather, pieces, *of[:3], *given, grain=256)
     if pieces == rows:
         return parts, features
     found = [zeros((rows if len(x) else 0, x.shape[1]), x.dtype) for x in (parts, features)]
     for x, total in zip((parts, features), found):
-        run(add, len(total), of.firsts, x.numpy(), total.numpy(), grain=1024)
+        run(add, len(total), of.firsts, array(x), array(total), grain=1024)
     return tuple(found)
 
 

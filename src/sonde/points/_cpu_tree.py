@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import exact_part, jit, part, run
+from ..op.cpu import array, exact_part, jit, part, run
 
 LEAF = 16  # points at most
 ORDERED = 4096  # queries from which sorting them pays
@@ -33,7 +33,7 @@ class Tree(NamedTuple):
 
 def segments(offsets: Tensor | None, N: int) -> np.ndarray:
     """``[S, 4]``; whatever the offsets say, nothing outside of N points."""
-    ends = np.array([0, N]) if offsets is None else np.clip(np.maximum.accumulate(offsets.numpy()), 0, N)
+    ends = np.array([0, N]) if offsets is None else np.clip(np.maximum.accumulate(array(offsets)), 0, N)
     first, last = ends[:-1], ends[1:]
     leaves = np.maximum(1, -(-(last - first) // LEAF))
     depth = np.ceil(np.log2(leaves)).astype(np.int64)
@@ -44,7 +44,7 @@ def segment_of(offsets: Tensor | None, M: int) -> np.ndarray:
     """To which segment each of M rows belongs, −1 for none; empty where there is only one."""
     if offsets is None:
         return np.empty(0, np.int64)
-    ends = np.clip(np.maximum.accumulate(offsets.numpy()), 0, M)
+    ends = np.clip(np.maximum.accumulate(array(offsets)), 0, M)
     found = np.searchsorted(ends, np.arange(M), side="right") - 1
     return np.where(found < len(ends) - 1, found, -1)
 
@@ -52,7 +52,7 @@ def segment_of(offsets: Tensor | None, M: int) -> np.ndarray:
 def tree(order: Tensor, ordered: Tensor, boxes: Tensor, offsets: Tensor | None) -> Tree:
     N = ordered.shape[1]
     sides = three(boxes).reshape(-1, 6)
-    rows = three(ordered).numpy(), order.reshape(-1).numpy(), sides.numpy()
+    rows = array(three(ordered)), array(order.reshape(-1)), array(sides)
     return Tree(*rows, segments(offsets, N), N, boxes.shape[1])
 
 

@@ -57,7 +57,7 @@ def offsets(name: str, argument: str, value: Any, count: int, device: torch.devi
     if not isinstance(value, Tensor):
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(v) is int for v in value):
             raise TypeError(f"{name}: {argument} must be an integer tensor or a list of integers; got {value!r}")
-        value = torch.tensor(value, dtype=torch.int64)
+        value = torch.tensor(value, dtype=torch.int64, device="cpu")
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: {argument} must be int64 or int32; got {value.dtype}")
     if value.ndim != 1 or value.shape[0] < 1:

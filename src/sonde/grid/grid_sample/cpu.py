@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array_part, exact_part, jit, run
+from ...op.cpu import array, array_part, exact_part, jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
@@ -60,7 +60,7 @@ def backward(
         filled = something and _bilinear(input, mode)  # by the kernel
         d_grid = (empty if filled else zeros)((B, *points.shape[1:]), wide)
         if something and mode != "nearest":
-            run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, d_grid.numpy())
+            run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, array(d_grid))
         if grid.shape[0] != B:
             d_grid = d_grid.view(grid.shape[0], -1 if grid.numel() else 0, *points.shape[1:]).sum(1)
         found.append(d_grid.view(grid.shape).to(grid.dtype))
@@ -123,19 +123,19 @@ def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> t
 
 def _points(grid: Tensor, wide: torch.dtype) -> Any:
     """``[B, samples, 2 or 3]``."""
-    return dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]).numpy()
+    return array(dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]))
 
 
 def _planes(x: Tensor, wide: torch.dtype) -> tuple[Any, int, int]:
     """The memory of `x`, and how far channels and pixels are apart; a copy where it is neither contiguous nor channels-last."""
     if memory_format(x, True) != torch.contiguous_format:
-        return dense(x.movedim(1, -1), wide).view(-1).numpy(), 1, x.shape[1]
-    return dense(x, wide).view(-1).numpy(), prod(x.shape[2:]), 1
+        return array(dense(x.movedim(1, -1), wide).view(-1)), 1, x.shape[1]
+    return array(dense(x, wide).view(-1)), prod(x.shape[2:]), 1
 
 
 def _pixels(x: Tensor, wide: torch.dtype) -> tuple[Any]:
     """``[B·pixels, C]``, a view where `x` is channels-last."""
-    return (dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1]).numpy(),)
+    return (array(dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1])),)
 
 
 def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:

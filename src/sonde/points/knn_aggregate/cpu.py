@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...op.cpu import jit, part, run
+from ...op.cpu import array, jit, part, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store_some
 from ...op.memory import dense, empty
@@ -27,7 +26,7 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     out = empty((B, M, F), wide)
     arrays = (
-        x.numpy() for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
+        array(x) for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
     )
     run(weigh, B * M, M, N, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
     return out.to(features.dtype), distances, indices
@@ -40,15 +39,15 @@ def backward(
     (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     q, p = trees.three(queries), trees.three(points)
     go, f = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1)
-    shares, slopes = (torch.empty(B * M * k, dtype=wide) for _ in range(2))
-    g_queries, g_widths = torch.empty(B * M, 3, dtype=wide), torch.empty(B, M, dtype=wide)
+    shares, slopes = (go.new_empty(B * M * k) for _ in range(2))
+    g_queries, g_widths = go.new_empty(B * M, 3), go.new_empty(B, M)
     lengths = distances.reshape(-1, k), indices.reshape(-1, k), shares.view(-1, k), slopes.view(-1, k)
-    arrays = (x.numpy() for x in (q, p, f, go, *lengths, g_queries, g_widths.view(-1)))
+    arrays = (array(x) for x in (q, p, f, go, *lengths, g_queries, g_widths.view(-1)))
     moved = needs[0] or needs[1] or needs[3]
     run(pull, B * M, M, N, moved, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
     found: dict[str, Tensor] = {}
     if needs[1] or needs[2]:
-        of_points = lists(indices.reshape(-1).numpy(), np.arange(B * M + 1, dtype=np.int64) * k, B, M, N)
+        of_points = lists(array(indices.reshape(-1)), np.arange(B * M + 1, dtype=np.int64) * k, B, M, N)
         g_points, g_features = sums(of_points, slopes, q, p, shares if needs[2] else None, go, bool(needs[1]))
         found["features"] = g_features.view(B, N, F) if needs[2] else g_features
         found["points"] = g_points[:, :D].reshape(B, N, D) if needs[1] else g_points

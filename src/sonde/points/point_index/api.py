@@ -73,7 +73,7 @@ class Memory:
 
 def _elsewhere() -> Memory:
     """That of a pickled index: whichever points it is used with, they were moved."""
-    return Memory(torch.empty(0))
+    return Memory(torch.empty(0, device="cpu"))
 
 
 def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:

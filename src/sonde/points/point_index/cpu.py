@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import jit, part, run
+from ...op.cpu import array, jit, part, run
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_tree as trees
 from .reference import nodes
@@ -21,11 +21,11 @@ def forward(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tenso
     B, N, D = points.shape
     found = trees.segments(point_offsets, N)
     count = nodes(N, len(found))
-    order = torch.arange(N, dtype=torch.int32).repeat(B, 1)
-    ordered = torch.empty(points.shape, dtype=points.dtype).copy_(points.detach())
-    boxes = torch.full((B, count, 2, D), torch.inf, dtype=points.dtype)
+    order = torch.arange(N, dtype=torch.int32, device=points.device).repeat(B, 1)
+    ordered = points.new_empty(points.shape).copy_(points.detach())
+    boxes = points.new_full((B, count, 2, D), torch.inf)
     levels = SUBTREES.bit_length() - 1 if N > MANY else 0  # the first of them one after the other
-    arrays = found, N, count, order.view(-1).numpy(), ordered.view(-1, D).numpy(), boxes.view(-1, 2, D).numpy()
+    arrays = found, N, count, array(order.view(-1)), array(ordered.view(-1, D)), array(boxes.view(-1, 2, D))
     run(finite, B * N, arrays[4], grain=2**14)
     for level in range(levels):
         run(split, B * len(found) << level, level, level + 1, *arrays)

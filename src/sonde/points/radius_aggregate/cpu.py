@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...op.cpu import jit, run
+from ...op.cpu import array, jit, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, store_some
 from ...op.memory import dense, empty
@@ -28,10 +27,10 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    out, levels = empty((B, M, F), wide), torch.empty(B, M, 2, dtype=wide)
-    rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
+    out, levels = empty((B, M, F), wide), queries.new_empty(B, M, 2, dtype=wide)
+    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    arrays = (x.numpy() for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
+    arrays = (array(x) for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
     by = trees.spatial_order(rows, B)
     run(weigh, B * M, M, N, bound, widths(sigma, width, B, wide), rows, by, mine, *tree[:4], tree.nodes, *arrays, grain=64)
     return out.to(features.dtype), levels
@@ -44,21 +43,21 @@ def backward(
     (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
     go, f, s = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1), widths(sigma, width, B, wide)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    means, g_widths, g_queries = (torch.empty(B * M, n, dtype=wide) for n in (1, 1, 3))
+    means, g_widths, g_queries = (go.new_empty(B * M, n) for n in (1, 1, 3))
     found: dict[str, Tensor] = {}
-    arrays = f.numpy(), go.numpy(), levels.reshape(-1, 2).numpy(), means.view(-1).numpy()
+    arrays = [array(x) for x in (f, go, levels.reshape(-1, 2), means.view(-1))]
     if needs[0] or needs[1] or needs[3]:
         tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-        rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
-        by, results = trees.spatial_order(rows, B), (g_queries.numpy(), g_widths.view(-1).numpy())
+        rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
+        by, results = trees.spatial_order(rows, B), (array(g_queries), array(g_widths.view(-1)))
         run(pull, B * M, M, N, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
         found["queries"], found["sigma"] = g_queries[:, :D].reshape(queries.shape), g_widths.view(B, M).sum(1)
     if needs[1] or needs[2]:
         tree = cpu.tree_of(queries, None, None, None, query_offsets)
-        rows, mine = trees.three(points).numpy(), trees.segment_of(point_offsets, N)
-        g_points = torch.empty(B * N if needs[1] else 0, 3, dtype=wide)
+        rows, mine = array(trees.three(points)), trees.segment_of(point_offsets, N)
+        g_points = go.new_empty(B * N if needs[1] else 0, 3)
         g_features = empty((B * N if needs[2] else 0, F), wide)
-        by, results = trees.spatial_order(rows, B), (g_points.numpy(), g_features.numpy())
+        by, results = trees.spatial_order(rows, B), (array(g_points), array(g_features))
         run(push, B * N, N, M, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
         found["points"] = g_points[:, :D].reshape(points.shape) if needs[1] else g_points
         found["features"] = g_features.view(features.shape) if needs[2] else g_features

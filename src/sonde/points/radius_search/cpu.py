@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import jit, part, run
+from ...op.cpu import array, jit, part, run
 from ...op.plan import Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
@@ -19,23 +19,23 @@ def forward(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Ten
     order, ordered, boxes, _, _, _, query_offsets, point_offsets, radius = rest
     (B, M, _), N = queries.shape, points.shape[1]
     tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    rows, mine = trees.three(queries).numpy(), trees.segment_of(query_offsets, M)
+    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    offsets = torch.zeros(B * M + 1, dtype=torch.int64)
-    given = M, N, bound, rows, trees.spatial_order(rows, B), mine, *tree[:4], tree.nodes, offsets.numpy()
-    nobody = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=queries.dtype)
-    run(within, B * M, *given, *(x.numpy() for x in nobody), grain=64)
+    offsets = queries.new_zeros(B * M + 1, dtype=torch.int64)
+    given = M, N, bound, rows, trees.spatial_order(rows, B), mine, *tree[:4], tree.nodes, array(offsets)
+    nobody = queries.new_empty(0, dtype=torch.int64), queries.new_empty(0)
+    run(within, B * M, *given, *(array(x) for x in nobody), grain=64)
     offsets.cumsum_(0)
     found = int(offsets[-1])
-    indices, distances = torch.empty(found, dtype=torch.int64), torch.empty(found, dtype=queries.dtype)
+    indices, distances = queries.new_empty(found, dtype=torch.int64), queries.new_empty(found)
     if found:
-        run(within, B * M, *given, indices.numpy(), distances.numpy(), grain=64)
+        run(within, B * M, *given, array(indices), array(distances), grain=64)
     return offsets, indices, distances
 
 
 def backward(grad: Tensor, *args, needs: Sequence[bool], deterministic: bool):
     queries, points, *_rest, offsets, indices, distances = args
-    return cpu.list_gradients(grad, queries, points, distances, indices, offsets.numpy(), needs)
+    return cpu.list_gradients(grad, queries, points, distances, indices, array(offsets), needs)
 
 
 def plan(*args, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
