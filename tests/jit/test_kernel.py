@@ -432,7 +432,7 @@ def test_known_choice_costs_next_to_nothing(monkeypatch, policy):
 
 def test_sizes_that_always_change_do_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(jit.Tunable, "bind", lambda self, problem, tensors: lambda *tensors: None)
-    monkeypatch.setattr("sonde.op.cache.REMEMBERED", 10)
+    monkeypatch.setattr("sonde.op.cache.MAX_ENTRIES", 10)
     kernel = made()
     for n in range(1, 100):
         kernel(Problem(n), *tensors(Problem(1)))

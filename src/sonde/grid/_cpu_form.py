@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..op.cpu import array, run
+from ..op.cpu import NUMPY, array, run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
 from ..op.library import memory_format
@@ -35,9 +36,9 @@ def derivatives(
     B, C, H, W = images.shape
     shapes = _shapes(images, samples, octaves, coef, rows)
     values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
-    none = {x: images.new_empty((0,) * len(shape), dtype=wide) for x, shape in shapes.items()}
-    given = [array(none[x] if value is None else dense(value, wide)) for x, value in values.items()]
-    powers = array(2.0 ** torch.arange(octaves, dtype=wide, device=images.device))
+    none = {x: np.empty((0,) * len(shape), NUMPY[wide]) for x, shape in shapes.items()}
+    given = [none[x] if value is None else array(dense(value, wide)) for x, value in values.items()]
+    powers = 2.0 ** np.arange(octaves, dtype=NUMPY[wide])
     found: dict[str, Tensor] = {}
     if "images" in of:
         layout = memory_format(images, True)
@@ -50,7 +51,8 @@ def derivatives(
     if asked := [x for x in of if x != "images"]:
         # rows are written whole, the others only where a sample sees the image
         grads = {x: (empty if x == "rows" else zeros)(shapes[x], wide) for x in asked}
-        wanted = [array((none if x == "depths" and not octaves else grads).get(x, none[x])) for x in shapes]
+        kept = [x for x in asked if x != "depths" or octaves]
+        wanted = [array(grads[x]) if x in kept else none[x] for x in shapes]
         pixels = array(dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C))
         enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
         run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)

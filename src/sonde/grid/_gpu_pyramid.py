@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..op.cache import REMEMBERED
+from ..op.cache import MAX_ENTRIES
 from ..op.gpu import cdiv, launch, power_of_2, vector_of
 
 
@@ -76,9 +76,7 @@ def table_of(levels: tuple[int, ...], device: torch.device) -> Table:
     """Without a copy from the host: a kernel stores its arguments. What is made while a graph is captured belongs to the graph."""
     found = _tables.get((levels, device))
     if device.type != "cuda":
-        if found is None:
-            found = _tables[levels, device] = Table(_write(levels, device), 0, None)
-        return found
+        return found or _kept(levels, device, Table(_write(levels, device), 0, None))
     if found is not None and found.event is None:
         return found
     stream = torch.cuda.current_stream().cuda_stream
@@ -91,9 +89,13 @@ def table_of(levels: tuple[int, ...], device: torch.device) -> Table:
         found = found._replace(event=None)
     elif found.stream != stream:
         found.event.wait()
-    if len(_tables) < REMEMBERED or (levels, device) in _tables:
-        _tables[levels, device] = found
-    return found
+    return _kept(levels, device, found)
+
+
+def _kept(levels: tuple[int, ...], device: torch.device, table: Table) -> Table:
+    if len(_tables) < MAX_ENTRIES or (levels, device) in _tables:
+        _tables[levels, device] = table
+    return table
 
 
 def _write(levels: tuple[int, ...], device: torch.device) -> Tensor:

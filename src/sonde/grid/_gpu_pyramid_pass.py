@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..jit.kernel import Tunable
-from ..op.cache import remember
+from ..op.cache import CallCache
 from ..op.dtypes import accumulator
 from ..op.gpu import outline, room, zeros
 from ..op.plan import Determinism, Kernel
@@ -69,11 +69,11 @@ class Backward(NamedTuple):
 
 def decide_forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Callable[..., Tensor]:
     """What takes operands of this kind, ``(*T, …)``, to their result."""
-    known: dict[tuple, Forward] = {}
+    known: CallCache[Forward] = CallCache()
 
     def run(*args: Any) -> Tensor:
         T, levels = _described(args[:5])
-        return _forward(known.get(levels) or remember(known, levels, prepare_forward(op, T, levels, flag, int64)), *T)
+        return _forward(known.get(levels) or known.put(levels, prepare_forward(op, T, levels, flag, int64)), *T)
 
     return run if _elsewhere(T) else partial(_forward, prepare_forward(op, T, tuple(levels), flag, int64))
 
@@ -83,14 +83,14 @@ def decide_backward(
     int64: bool,
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     """What takes a gradient and operands of this kind, ``(grad, *T, …)``, to the gradients that are needed."""
-    known: dict[tuple, Backward] = {}
+    known: CallCache[Backward] = CallCache()
 
     def prepare(T: Sequence[Any], grad: Tensor, levels: tuple[int, ...]) -> Backward:
         return prepare_backward(op, (*T, grad), levels, flag, tuple(needs), deterministic, int64)
 
     def run(grad: Tensor, *args: Any) -> list[Tensor]:
         T, levels = _described(args[:5])
-        return _backward(known.get(levels) or remember(known, levels, prepare(T, grad, levels)), grad, *T)
+        return _backward(known.get(levels) or known.put(levels, prepare(T, grad, levels)), grad, *T)
 
     return run if _elsewhere(T) else partial(_backward, prepare(T, grad, tuple(levels)))
 

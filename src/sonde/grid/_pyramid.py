@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..op import checks
-from ..op.cache import remember
+from ..op.cache import CallCache
 
 INTEGERS = (torch.int64, torch.int32)
 LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
 Described = tuple[Tensor | None, Tensor | None, Sequence[int]]  # tensors, or (h, w, start) of each level
 
-_known: dict[Any, Described] = {}
+_known: CallCache[Described] = CallCache()
 
 
 def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None) -> Described:
@@ -53,7 +53,7 @@ def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, size
             f"{name}: spatial_shapes must be [{', '.join(dims.split())}, 2] with {expected} (from weights); got {[*shape, 2]}"
         )
     found = None, None, levels
-    return remember(_known, key, found) if key else found
+    return _known.put(key, found) if key else found
 
 
 def check(name: str, argument: str, features: Tensor, described: Described, dims: str, counts: Sequence[int]) -> None:

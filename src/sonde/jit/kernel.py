@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..op.cache import remember
+from ..op.cache import CallCache
 from . import settings, winners
 from .policies import PickBest, PickFixed, PickStored
 from .store import Key, open_store
@@ -103,7 +103,7 @@ class Tunable:
         key = (problem, winners.token(), tensors[0].get_device(), *kinds)  # type: ignore[union-attr]
         start = self._bound.get(key)
         if start is None:
-            start = remember(self._bound, key, self.bind(problem, tensors))
+            start = self._bound.put(key, self.bind(problem, tensors))
         start(*tensors)
 
     def bind(self, problem: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
@@ -195,8 +195,8 @@ class Tunable:
         return next((name for name, value in known.items() if value is self), None)
 
     @cached_property
-    def _bound(self) -> dict[tuple, Callable]:
-        return {}
+    def _bound(self) -> CallCache[Callable]:
+        return CallCache()
 
     def _search(self, problem: Any, tensors: Sequence[Tensor | None], dtypes: str, device: torch.device, again: bool) -> Choice:
         """Tune, unless another process is at it, such as another rank: then wait for what it finds."""

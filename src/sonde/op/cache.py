@@ -1,14 +1,19 @@
-"""Where compiled kernels and tuning results are kept between runs, and decisions between calls."""
+"""Where compiled kernels and tuning results are kept between runs, and prepared calls within one."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import weakref
+from collections.abc import Hashable
+from itertools import count
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = 4096  # entries; sizes that change with every call must not fill the memory
+MAX_ENTRIES = 4096  # of all caches of calls together: sizes that change with every call must not fill the memory
 
 
 def cache_dir() -> Path:
@@ -25,9 +30,55 @@ def cache_dir() -> Path:
     return Path(above) / "sonde"
 
 
-def remember(known: dict[Any, T], key: Any, value: T) -> T:
-    """Keep `value` for the next call of this kind; a dictionary that is full starts anew."""
-    if len(known) >= REMEMBERED:
-        known.clear()
-    known[key] = value
-    return value
+class CallCache(Generic[T]):
+    """A cache of prepared calls. All of them together hold at most ``MAX_ENTRIES``; the least recently used quarter goes first.
+
+    A hit costs one dictionary lookup and notes the time in ticks, without a lock: threads that tick at once lose nothing but
+    the order of their own entries.
+    """
+
+    __slots__ = ("__weakref__", "_entries")
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, list] = {}  # key: [last use, value]
+        with _lock:
+            _caches.add(self)
+
+    def get(self, key: Hashable) -> T | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry[0] = _tick()
+        return entry[1]
+
+    def put(self, key: Hashable, value: T) -> T:
+        with _lock:
+            self._entries[key] = [_tick(), value]
+            if sum(map(len, _caches)) > MAX_ENTRIES:
+                _drop_oldest()
+        return value
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
+_lock = threading.RLock()  # a collection may run the finaliser of something that makes a call
+_tick = count().__next__
+
+
+def forget_calls() -> None:
+    """Empty every cache of calls: for tests, which change what prepared calls depend on."""
+    with _lock:
+        for cache in _caches:
+            cache.clear()
+
+
+def _drop_oldest() -> None:
+    found = [(entry[0], cache, key) for cache in _caches for key, entry in cache._entries.items()]
+    found.sort(key=itemgetter(0))
+    for _, cache, key in found[: max(1, len(found) // 4)]:
+        cache._entries.pop(key, None)

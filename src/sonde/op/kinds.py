@@ -9,22 +9,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from ..jit import settings, token
 from . import plan
-from .cache import remember
+from .cache import CallCache
 
 _TENSORS = {Tensor, torch.nn.Parameter}
-_remembered: list[dict] = []
-_modes, _transforms, _profiled, _traced, _deterministic, _grad_enabled = (
-    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled,
-    torch._C._get_tracing_state, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
+_dispatch_modes, _function_modes, _transforms, _profiled, _tracing, _deterministic, _grad_enabled = (
+    torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._are_functorch_transforms_active,
+    torch.autograd._profiler_enabled, torch._C._get_tracing_state, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
 )  # fmt: skip
+is_pre_dispatch = partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch)
 _Guards = torch._C._dynamo.guards.TensorGuards
 _unfilled, _filled, _lock = 0, True, threading.Lock()
 
@@ -48,42 +50,29 @@ class Kinds:
     """Those of an operator's calls that were met."""
 
     def __init__(self) -> None:
-        self.known, self.latest = new(), new()
+        self.known: CallCache[Kind] = CallCache()
+        self.latest: CallCache[Kind] = CallCache()  # the last call with such a first shape, whose guard is asked first
 
     def find(self, impl: str, args: Sequence) -> tuple[tuple | None, Kind | None]:
         """The key of such a call, if it has one and was asked for it, and its kind, if that is known."""
-        if heard():
+        if is_observed():  # before anything else: a guard on the tensors alone does not see who is watching
             return None, None
         try:
             first = impl, _deterministic(), _grad_enabled(), token(), args[0].shape
             kind = self.latest.get(first)
             if kind is not None and kind.like(args):
                 return None, kind
-            if watched():
-                return None, None
             key = first, key_of(args)
             kind = self.known.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no shape, no memory, no strides, no hash
             return None, None
         if kind is not None:
-            self.latest[first] = kind
+            self.latest.put(first, kind)
         return key, kind
 
     def add(self, key: tuple, args: Sequence, kind: Kind) -> None:
         kind.like = like(args)
-        remember(self.latest, key[0], remember(self.known, key, kind))
-
-
-def new() -> dict:
-    """Room for what is to be remembered, until :func:`forget`."""
-    _remembered.append({})
-    return _remembered[-1]
-
-
-def forget() -> None:
-    """Decide anew: for tests, which change what decisions depend on."""
-    for known in _remembered:
-        known.clear()
+        self.latest.put(key[0], self.known.put(key, kind))
 
 
 def key_of(args: Sequence) -> tuple:
@@ -112,11 +101,11 @@ def frozen(args: Sequence) -> tuple:
 
 
 def resolved(args: Sequence) -> tuple:
-    return tuple([a.resolve_neg() if isinstance(a, Tensor) else a for a in args])
+    return tuple([a.resolve_neg() if isinstance(a, Tensor) and a.is_neg() else a for a in args])
 
 
 def like(args: Sequence) -> Callable[[Sequence], bool]:
-    """What tells whether others are of the kind that these are, and seen by no mode, no transform, no trace.
+    """What tells whether others are of the kind that these are.
 
     It takes a third of the time of a key: torch's compiler has a guard for the most of it. When in doubt it says no.
     """
@@ -148,14 +137,23 @@ def like(args: Sequence) -> Callable[[Sequence], bool]:
     return same if others or again else usual
 
 
-def heard() -> bool:
-    """Whether somebody listens without a trace in the arguments: a profiler, forward mode, a plan."""
-    return _profiled() or forward_ad._current_level >= 0 or plan.recording()
+def is_observed() -> bool:
+    """True if a profiler, forward-mode AD, ``explain``, a mode, a transform or a tracer must see this call as an operator."""
+    return (
+        _dispatch_modes() > 0
+        or (_function_modes() > 0 and not _only_default_devices())
+        or _transforms()
+        or _profiled()
+        or _tracing() is not None
+        or is_pre_dispatch()
+        or forward_ad._current_level >= 0
+        or plan.recording()
+    )
 
 
-def watched() -> bool:
-    """Whether somebody could tell an operator from its function: those, or a mode, a transform, a trace."""
-    return heard() or _modes() > 0 or _transforms() or _traced() is not None
+def _only_default_devices() -> bool:
+    """True if every function mode is a ``torch.device(...)`` context, which looks at the making of new tensors only."""
+    return all(isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(_function_modes()))
 
 
 def placed(function: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:

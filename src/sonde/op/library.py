@@ -18,9 +18,10 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from ..jit import settings, token
-from . import kinds, plan
-from .cache import remember
-from .kinds import Kind, Kinds, forget, frozen, heard, like, placed, plain, resolved, watched
+from . import plan
+from .cache import CallCache
+from .cache import forget_calls as forget
+from .kinds import Kind, Kinds, frozen, is_observed, is_pre_dispatch, like, placed, plain, resolved
 
 __all__ = ["decide", "forget", "memory_format", "operator"]
 
@@ -84,12 +85,13 @@ def operator(
     results = result.count("Tensor")
     graded = [i for i in range(results) if i not in no_grad]
     g = len(graded)
+    reads_its_result = any(i in graded for i in saved)
 
     @lru_cache(None)
     def kernels(impl: str):
         return import_module(f"{package}.{KERNELS[impl]}")
 
-    decisions: dict[tuple, Callable] = kinds.new()
+    decisions: CallCache[Callable] = CallCache()
     known = Kinds()
 
     def decided(impl: str, args: Sequence, deterministic: bool, needs: tuple = ()) -> Callable:
@@ -103,7 +105,7 @@ def operator(
         if kind is None:
             return anew()
         key = impl, needs, deterministic, token(), kind
-        return decisions.get(key) or remember(decisions, key, anew())
+        return decisions.get(key) or decisions.put(key, anew())
 
     def forward(*arguments):
         *args, impl, deterministic = frozen(arguments)
@@ -167,15 +169,23 @@ def operator(
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *kind.values, *found[n:]) if saved else (*grads, *found, *kind.values)
         twice = torch.is_grad_enabled()  # someone may differentiate again
-        if not twice and not heard():
+        observed = is_observed()
+        if not twice and not observed:
             for same, act in kind.backward.get(asked, ()):
                 if same((*grads, *found)):
                     return act(*args)
-        quick = not twice and not watched()
         needs = tuple([asked[1 + i] for i in wanted])
         with settings.use(kind.settings):
-            if not quick or plain(args) is None:
-                out = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
+            if twice or observed or plain(args) is None:
+                if observed and not torch._C._are_functorch_transforms_active():
+                    if is_pre_dispatch() and reads_its_result:
+                        raise NotImplementedError(
+                            f"{name}: its gradient reads its result, of which torch loses track in pre-dispatch traces; "
+                            "trace the gradient with make_fx(..., pre_dispatch=False)"
+                        )
+                    out = _tuple(backward_op(*args, needs, kind.impl, kind.deterministic))
+                else:
+                    out = (Backward.apply if twice else Backward.forward)(needs, kind.impl, kind.deterministic, *args)
                 return spread(lambda: [grad for grad, need in zip(out, needs) if need], needs)()
             act = spread(decided(kind.impl, args, kind.deterministic, needs), needs)
             out = act(*args)
@@ -299,10 +309,10 @@ def operator(
             return fake(*args)
         if impl == "reference" or forward_ad._current_level >= 0:
             return reference(*args)
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() and not _functionalizing():
             return Forward.apply(Kind(impl, deterministic, args[n:], forward), *args[:n])
-        if key is None or not plain(given):
-            return dispatched(*args, impl, deterministic)
+        if key is None or not plain(given):  # the operator that torch knows: every mode, subclass and tracer has its say
+            return forward_op(*args, impl, deterministic)
         kind = Kind(impl, deterministic, args[n:], decided(impl, args, deterministic), recorded(args))
         out = apply_eager(kind, *args[:n]) if kind.recorded else kind.forward(*args)
         known.add(key, args, kind)
@@ -339,8 +349,8 @@ def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), determinist
 
 
 def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
-    """Call what `op` would dispatch to below autograd: directly where nobody is watching."""
-    if not watched() and plain(args):
+    """Call what `op` would dispatch to below autograd: directly where nobody observes."""
+    if not is_observed() and plain(args):
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
@@ -349,6 +359,12 @@ def _run(op: torch._ops.OpOverload, function: Callable, args: Sequence[Any]):
 def _any_dual(args: Sequence[Any]) -> bool:
     """Whether a tensor carries a tangent; graphs enter forward mode without Python's noticing."""
     return any(isinstance(a, Tensor) and torch._VF._unpack_dual(a, level=0)[1] is not None for a in args)  # type: ignore[attr-defined]
+
+
+def _functionalizing() -> bool:
+    """True if the innermost transform is ``functionalize``, which has no rule for an ``autograd.Function``."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Functionalize
 
 
 def _of_one_level(function: type[torch.autograd.Function]) -> Callable:
