@@ -2,8 +2,12 @@
 
 from . import compat, nn
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn, sample_dot, sample_sum
+from .op.checks import refuse_scripting
 from .op.plan import explain
 from .points import PointIndex, knn, knn_aggregate, radius_aggregate, radius_neighbors, radius_search
+
+refuse_scripting(deformable_aggregation, grid_sample, knn, knn_aggregate, ms_deform_attn)
+refuse_scripting(radius_aggregate, radius_neighbors, radius_search, sample_dot, sample_sum)
 
 __version__ = "0.1.0"
 __all__ = [

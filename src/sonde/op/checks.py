@@ -25,15 +25,12 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
         letters = pattern.split()
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {argument} must be a tensor [{', '.join(letters)}]; got {type(tensor).__name__}")
+        dense(name, argument, tensor)
         if tensor.dtype not in FLOATS:
             raise TypeError(
                 f"{name}: {argument} must be float16, bfloat16, float32 or float64; got {tensor.dtype}. "
                 f"Convert it, for example with {argument}.float()"
             )
-        if tensor.is_nested:
-            raise TypeError(f"{name}: {argument} must be a dense tensor; got a nested one. Use {argument}.to_padded_tensor(0)")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: {argument} must be a dense tensor; got {tensor.layout}. Use {argument}.to_dense()")
         if device is None:
             device, first = tensor.device, argument
         elif tensor.device != device:
@@ -53,6 +50,37 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
                 expected = f" with {', '.join(known)}" if known else ""
                 raise ValueError(f"{name}: {argument} must be [{', '.join(letters)}]{expected}; got {list(tensor.shape)}")
     return sizes
+
+
+def dense(name: str, argument: str, tensor: Tensor) -> None:
+    """Refuse tensors that are not one block of numbers with strides, each with the way to make one of it."""
+    if tensor.is_nested:
+        raise TypeError(f"{name}: {argument} must be a dense tensor; got a nested one. Use {argument}.to_padded_tensor(0)")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: {argument} must be a dense tensor; got {tensor.layout}. Use {argument}.to_dense()")
+    if hasattr(tensor, "device_mesh"):
+        raise NotImplementedError(
+            f"{name}: {argument} must be a tensor of one device; got a DTensor, and operators have no sharding rules yet. "
+            f"Use {argument}.full_tensor(), or {argument}.to_local() where every rank works on its own part"
+        )
+    if hasattr(tensor, "get_mask"):
+        raise TypeError(f"{name}: {argument} must be a dense tensor; got a MaskedTensor. Use {argument}.to_tensor(0)")
+
+
+def refuse_scripting(*functions: Callable) -> None:
+    """``torch.jit.script`` compiles sources, which it cannot do with these; its own message would name one of their arguments."""
+
+    def refusal(name: str) -> Callable:
+        def refuse() -> None:
+            raise NotImplementedError(
+                f"{name}: torch.jit.script cannot compile it; use torch.jit.trace, torch.compile or torch.export, "
+                "or call it from a function decorated with torch.jit.ignore"
+            )
+
+        return refuse
+
+    for function in functions:
+        function.__prepare_scriptable__ = refusal(function.__name__)  # type: ignore[attr-defined]  # the hook that torch.jit asks
 
 
 def count(name: str, argument: str, value: Any, least: int = 0) -> Any:

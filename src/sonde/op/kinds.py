@@ -78,7 +78,7 @@ class Kinds:
 def key_of(args: Sequence) -> tuple:
     """What decisions depend on in these arguments; a key for them if they are :func:`plain`."""
     return tuple([
-        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg(), x._is_zerotensor())
         if type(x) in _TENSORS else (type(x), x)
         for x in args
     ])  # fmt: skip
@@ -91,7 +91,7 @@ def plain(args: Sequence) -> tuple | None:
         hash(key)
     except (RuntimeError, TypeError):
         return None
-    other = any(isinstance(x, Tensor) and (type(x) not in _TENSORS or x.is_neg()) for x in args)  # its memory has the opposite
+    other = any(isinstance(x, Tensor) and (type(x) not in _TENSORS or _is_lazy(x)) for x in args)
     return None if other else key
 
 
@@ -101,7 +101,13 @@ def frozen(args: Sequence) -> tuple:
 
 
 def resolved(args: Sequence) -> tuple:
-    return tuple([a.resolve_neg() if isinstance(a, Tensor) and a.is_neg() else a for a in args])
+    """The same numbers, all of them in memory."""
+    return tuple([x.clone() if isinstance(x, Tensor) and _is_lazy(x) else x for x in args])
+
+
+def _is_lazy(x: Tensor) -> bool:
+    """True if memory does not hold the numbers of `x`: a negated view, or a tensor of zeros that forward mode makes without any."""
+    return x.is_neg() or x._is_zerotensor()
 
 
 def like(args: Sequence) -> Callable[[Sequence], bool]:

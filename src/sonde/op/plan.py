@@ -24,6 +24,10 @@ only_compiled = False  # kernels are not launched in this process, so their tens
 def choose(name: str, impl: str, tensor: Tensor) -> str:
     """``"auto"`` takes what is fastest and installed; an explicit request is met or refused, never replaced."""
     kind = tensor.device.type
+    if torch.onnx.is_in_onnx_export() and impl in ("auto", "triton", "numba"):
+        if impl == "auto":
+            return "reference"  # plain tensor operations, which ONNX has
+        raise ValueError(f"{name}: impl={impl!r} has no translation to ONNX; export with impl='auto' or impl='reference'")
     if impl == "auto":
         if kind == "cuda" and HAS_TRITON:
             return "triton"
