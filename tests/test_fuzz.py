@@ -1,0 +1,40 @@
+"""Random calls, a few in every run; ``-m slow`` runs as many as ``SONDE_FUZZ_CALLS`` says, from ``SONDE_FUZZ_SEED`` on."""
+
+import os
+
+import pytest
+import torch
+
+from fuzz import case, run
+from helpers import OPERATORS
+
+CALLS, SEED = int(os.environ.get("SONDE_FUZZ_CALLS", "2000")), int(os.environ.get("SONDE_FUZZ_SEED", "0"))
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+def test_some_calls(path, target):
+    for seed in range(2 if target.interpreted else 12):
+        run(case(seed, target, path), target)
+
+
+@pytest.mark.slow
+def test_many_calls(target):
+    for seed in range(SEED, SEED + (CALLS // 40 if target.interpreted else CALLS)):
+        run(case(seed, target), target)
+
+
+def test_a_wrong_result_is_found(monkeypatch, numba_target):
+    """The fuzzer itself can fail."""
+    from sonde.grid.sample_sum import cpu
+
+    real = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args: real(*args) * 1.001)
+    made = (case(seed, numba_target, "grid.sample_sum") for seed in range(50))
+    one = next(one for one in made if not one.wrong and one.args[0].dtype == torch.float32 and all(x.numel() for x in one.args))
+    with pytest.raises(AssertionError, match="value: error"):
+        run(one, numba_target)
+
+
+def test_wrong_arguments_are_among_the_calls(numba_target):
+    made = [case(seed, numba_target) for seed in range(40)]
+    assert 3 < sum(bool(one.wrong) for one in made) < 25
