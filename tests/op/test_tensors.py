@@ -1,6 +1,7 @@
 """What operators leave of the tensors they are given and of the settings they are called under, and what their results can do."""
 
 import os
+import resource
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import sonde
-from helpers import Target
+from helpers import Target, in_child
 from op.calls import CALLS, value_and_gradients
 
 EACH = pytest.mark.parametrize("name", CALLS)
@@ -82,3 +83,24 @@ def test_an_index_is_built_and_used_where_the_points_are(device):
         ragged = sonde.knn(queries, points, 3, batch=([0, 4, 9], [0, 40, 90]))
     assert torch.equal(found.indices, want.indices)
     assert ragged.indices.device.type == "cpu"
+
+
+def test_memory_that_runs_out():
+    """A call that the system cannot serve raises, keeps nothing, and the next one is right."""
+
+    def work() -> None:
+        limited = resource.RLIMIT_AS
+        queries, points, features = torch.rand(60_000, 3), torch.rand(200, 3), torch.rand(200, 4)
+        want = sonde.knn_aggregate(queries[:100], points, features)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(limited, (used + (64 << 20), resource.getrlimit(limited)[1]))
+        for _ in range(3):
+            with pytest.raises((RuntimeError, MemoryError)):
+                sonde.knn_aggregate(queries, points, features.expand(200, 4).repeat(1, 600))
+            with pytest.raises((RuntimeError, MemoryError)):
+                sonde.grid_sample(torch.rand(1, 64, 8, 8), torch.zeros(1, 900, 900, 2))
+            assert torch.equal(sonde.knn_aggregate(queries[:100], points, features), want)
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("asks Linux how much memory a process has")
+    in_child(work)
