@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Hashable
+from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -28,6 +32,30 @@ def cache_dir() -> Path:
     else:
         above = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(above) / "sonde"
+
+
+@lru_cache(1)
+def sources_digest() -> str:
+    """SHA-256 of every file of this package and its name: what was compiled from other sources is not ours to run."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+_warned: set[str] = set()
+
+
+def warn_once(topic: str, text: str) -> None:
+    """Warn, once per process and topic. Where warnings are errors it goes to the log: a warning costs nobody a result."""
+    if topic in _warned:
+        return
+    _warned.add(topic)
+    try:
+        warnings.warn(f"sonde: {text}", RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        logging.getLogger("sonde").warning(text)
 
 
 class CallCache(Generic[T]):

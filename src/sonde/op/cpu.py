@@ -8,12 +8,10 @@ or after a fork, and it makes kernels ten times slower to compile.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -22,10 +20,9 @@ import torch
 from numba.core.options import DefaultOptions
 from torch import Tensor
 
-from .cache import cache_dir
+from .cpu_cache import cache_of
 
-njit: Callable[..., Any] = numba.njit  # the stubs of both lack what is used here
-config: Any = numba.config
+njit: Callable[..., Any] = numba.njit  # the stubs lack what is used here
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 _WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _OWN = {"forceinline": True, "_nrt": False}  # Numba's own affair, so it may come to have none of them
@@ -34,12 +31,11 @@ _INLINE = _WITHIN | {option: value for option, value in _OWN.items() if hasattr(
 
 def jit(function: Callable) -> Callable:
     """A kernel, compiled once per state of our sources and cached on disk where that is possible."""
-    folder = _cache_folder()
-    before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
-    try:
-        return njit(nogil=True, error_model="numpy", cache=folder is not None, fastmath=FAST, no_cfunc_wrapper=True)(function)
-    finally:
-        config.CACHE_DIR = before
+    kernel = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cfunc_wrapper=True)(function)
+    cache = cache_of(function)
+    if cache is not None and hasattr(kernel, "_cache"):  # where Numba would put its own
+        kernel._cache = cache
+    return kernel
 
 
 def part(function: Callable) -> Callable:
@@ -145,16 +141,3 @@ def _forked() -> None:
 _openmp = _find_openmp()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-@lru_cache(1)
-def _cache_folder() -> Path | None:
-    # Numba looks at a kernel's own file only; the digest covers what the kernel calls as well
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    digest = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    try:
-        folder = cache_dir() / "numba" / digest
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None
