@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from sonde.cli import main
 from sonde.jit import store
 from sonde.jit.store import Key, Store, Trial, open_store
+from sonde.op import cache
 
 KEY = Key("sample_sum", "abc", "NVIDIA H200", "2.13", "3.7", "float32", "C=64 " * 20, "2^10")
 A, B = dict(BLOCK=64, warps=4), dict(BLOCK=128, warps=8)
@@ -20,6 +22,7 @@ def tuned(monkeypatch, tmp_path) -> Store:
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_stores", {})
     monkeypatch.setattr(store, "_warned", set())
+    monkeypatch.setattr(cache, "_warned", set())
     open_store().record(KEY, [Trial(A, (12.345678901, 12.345678901, 99.0)), Trial(B, cause="wrong")])
     open_store().record(KEY._replace(kernel="sample_dot", device="A100"), [Trial(B, (7.0,))])
     return open_store()
@@ -128,6 +131,50 @@ def test_import_refuses_other_files(capsys, tuned, tmp_path, text, message):
     assert (code, out) == (2, "")
     assert f"import {file}: " in err
     assert message in err
+
+
+def test_import_leaves_out_rows_that_are_not_valid(capsys, tuned, tmp_path):
+    """In the bytes of a file: each spoils its own row, and no other."""
+    document = tuned.export()
+    for row in document["winners"]:
+        row["median_us"] = 1.0
+    good, other = [json.dumps(row) for row in document["winners"]]
+    nested = '{"BLOCK": ' * 5000 + "1" + "}" * 5000
+    bad = [
+        good.replace('"median_us": 1.0', f'"median_us": {value}')
+        for value in ('"text"', "NaN", "-Infinity", "-1", "0", "true", "null", "1e999", "1" * 5000, nested, "[" * 5000 + "]" * 5000)
+    ]
+    bad += [good.replace('"timings": ', f'"timings": {n}') for n in (10**30, "0.0")]
+    bad += [good.replace('{"BLOCK"', nested + ', "BLOCK"').replace('"config": ', '"config": {"x": '), good[:-1] + ', "at": 1e999}']
+    bad += [good.replace('"kernel": "', f'"kernel": "{text}') for text in (r"\ud800", r"\u001b[31m", "\udcff")]
+    bad += [good[:-1] + ', "median_us": 0.5}', good.replace('"config": {', '"config": {"BLOCK": 1, ')]  # twice the same name
+    bad += ["3", "[]", "{}", "null"]
+    bad = [row for row in bad if row != good]
+    file = tmp_path / "x.json"
+    file.write_bytes(f'{{"format": 1, "winners": [{", ".join([*bad, good, *bad, other])}]}}'.encode(errors="surrogateescape"))
+    tuned.clear()
+    code, out, err = sonde(capsys, "import", str(file))
+    assert (code, err) == (0, "")
+    first, counted, *causes = out.splitlines()
+    assert first.startswith(f"Took over 2 of {2 * len(bad) + 2} winners; ")
+    assert counted == f"Left out {2 * len(bad)} that are not valid:"
+    assert causes[0] == "  row 0: median_us must be a number of 0.001 to 1e+12, got 'text'"
+    assert causes[-1] == f"  and {2 * len(bad) - 5} more"
+    assert len(bad) > 20
+    assert tuned.export() == document
+
+
+def test_show_and_export_count_what_they_leave_out(capsys, tuned, tmp_path):
+    with sqlite3.connect(tuned.path) as db:
+        db.execute("UPDATE winners SET median_us = 'fast' WHERE key = 1")
+    db.close()
+    cause = "row 0: median_us must be a number of 0.001 to 1e+12, got 'fast'"
+    with pytest.warns(RuntimeWarning, match="not valid"):
+        assert sonde(capsys, "show")[1].endswith(f"Left out 1 that are not valid:\n  {cause}\n")
+    assert json.loads(sonde(capsys, "show", "--json")[1])["left_out"] == [cause]
+    file = tmp_path / "winners.json"
+    assert sonde(capsys, "export", str(file))[1] == f"Wrote 1 winner to {file}\nLeft out 1 that are not valid:\n  {cause}\n"
+    assert json.loads(sonde(capsys, "export", "-")[1])["winners"][0]["kernel"] == "sample_dot"
 
 
 @pytest.mark.filterwarnings("ignore:sonde")

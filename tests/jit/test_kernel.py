@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ from sonde.jit import search as search_module
 from sonde.jit.kernel import _searched, dtypes_of
 from sonde.jit.store import open_store
 from sonde.jit.timing import Trial
-from sonde.op import gpu
+from sonde.op import cache, gpu
 
 DEVICE = torch.device(Target("triton").device)
 DOCS = Path(__file__).parents[2] / "docs" / "tuning.md"
@@ -106,8 +107,8 @@ def remember(kernel: jit.Tunable, problem: Problem, config: dict) -> None:
 
 def ship(folder: Path, kernel: jit.Tunable, problem: Problem, config: dict) -> None:
     key = key_of(kernel, problem)
-    row = dict(kernel=key.kernel, dtypes=key.dtypes, constants=key.constants, bucket=key.bucket, config=config)
-    (folder / f"{winners.slug(key.device)}.json").write_text(json.dumps(dict(winners=[row])))
+    row = dict(key._asdict(), config=config, median_us=1.0, timings=20, at=0)
+    (folder / f"{winners.slug(key.device)}.json").write_text(json.dumps(dict(format=1, winners=[row])))
     winners.shipped.cache_clear()
     winners.forget()
 
@@ -117,6 +118,7 @@ def shipped(monkeypatch, tmp_path):
     """Nothing is stored and nothing is shipped."""
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_stores", {})
+    monkeypatch.setattr(cache, "_warned", set())
     folder = tmp_path / "shipped"
     folder.mkdir()
     monkeypatch.setattr(winners, "SHIPPED", folder)
@@ -194,6 +196,68 @@ def test_configurations_of_another_version_are_passed_over(config):
     kernel, problem = made(), Problem(20)
     remember(kernel, problem, config)
     assert ran(kernel, problem) == 16
+
+
+@pytest.mark.parametrize("value", [-64, 0, True, 64.0, "64", None, math.nan, 2**31 - 1, 10**30, [64], {"block": 64}])
+@pytest.mark.parametrize("field", ["block", "num_warps"])
+@pytest.mark.filterwarnings("ignore:sonde")
+def test_values_that_no_candidate_could_have_are_passed_over(shipped, field, value):
+    """In a store and among shipped winners; what is good there still counts."""
+    kernel, problem = made(), Problem(20)
+    config = dict(block=64, num_warps=4) | {field: value}
+    remember(kernel, problem, config)
+    assert ran(kernel, problem) == 16
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    assert ran(kernel, problem) == 32
+    open_store().clear()
+    ship(shipped, kernel, problem, config)
+    assert ran(kernel, problem) == 16
+
+
+def test_a_predicate_that_fails_at_such_values():
+    kernel, problem = made(fits=lambda p, c: 100 % (c.block - 77) < 1000), Problem(20)
+    remember(kernel, problem, dict(block=77, num_warps=4))
+    assert ran(kernel, problem) == 16
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": true, "winners": []}', "\ud800", "[" * 5000])
+def test_shipped_winners_that_are_damaged(shipped, text):
+    """One warning, and the default runs."""
+    kernel, problem = made(), Problem(20)
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    (file,) = shipped.iterdir()
+    file.write_bytes(text.encode(errors="surrogatepass"))
+    winners.shipped.cache_clear()
+    with pytest.warns(RuntimeWarning, match="is damaged; of its winners, these are ignored"):
+        assert ran(kernel, problem) == 16
+
+
+@pytest.mark.parametrize("policy", [PickAny, PickBest])
+def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
+    """As after a change of the compiler: said once, then what comes next in order runs, and is what the plan shows."""
+    kernel, problem, bind, asked = made(), Problem(20), gpu.bind, []
+
+    def fail(function, tensors, launch):
+        asked.append(launch.constants[1])
+        if launch.constants[1] > 16:
+            raise RuntimeError("PassManager::run failed")
+        return bind(function, tensors, launch)
+
+    monkeypatch.setattr(gpu, "bind", fail)
+    remember(kernel, problem, dict(block=64, num_warps=4))
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    with settings.set(policy), pytest.warns(RuntimeWarning, match="test.scale: the stored or shipped .* cannot run here") as caught:
+        assert ran(kernel, problem) == 16
+    assert len(caught) == 2
+    assert asked == [64, 32, 16]
+    assert ran(kernel, Problem(21)) == 16  # and it is not tried again
+    assert asked == [64, 32, 16, 16]
+    assert kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE).origin == "default"
+    with settings.set(PickStored), pytest.raises(Unsupported):
+        ran(kernel, problem)
+    monkeypatch.setattr(gpu, "bind", lambda *args: fail(None, None, jit.Launch((1, 1, 1), (), (0, 99))))
+    with pytest.raises(RuntimeError, match="PassManager"):  # the default has nothing behind it
+        ran(kernel, Problem(22))
 
 
 def test_nothing_to_choose():

@@ -11,13 +11,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .console import UsageError, did_you_mean, dump, table, writable
 
 if TYPE_CHECKING:
     from ..jit.store import Store, Winner
 
+SHOWN = 5  # rows that were left out, each with its cause
 ACTIONS = {  # with what each takes
     "show": ("kernel", "json"),
     "clear": ("kernel", "yes"),
@@ -57,12 +58,14 @@ def _show(store: Store, options: argparse.Namespace) -> None:
     winners = _winners(store, options.kernel)
     if options.json:
         rows = [row for row in store.export()["winners"] if options.kernel in (None, row["kernel"])]
-        dump(dict(store=str(store.path), winners=rows), options.json)
-    elif not winners:
+        dump(dict(store=str(store.path), winners=rows, left_out=store.left_out), options.json)
+        return
+    if not winners:
         print(f"Nothing is tuned yet in {store.path}")
     else:
         head = ["kernel", "device", "dtypes", "constants", "bucket", "configuration", "median µs", "timings", "when"]
         table(head, [_row(w) for w in winners], title=str(store.path), left=6)
+    _say_left_out(store)
 
 
 def _row(w: Winner) -> list[str]:
@@ -108,19 +111,32 @@ def _export(store: Store, options: argparse.Namespace) -> None:
     except OSError as problem:
         raise UsageError(f"export {options.file}: {problem.strerror}") from problem
     print(f"Wrote {_count(len(document['winners']))} to {options.file}")
+    _say_left_out(store)
 
 
 def _import(store: Store, options: argparse.Namespace) -> None:
-    document: Any
+    from ..jit.rows import parse_json
+
     try:
-        document = json.loads(Path(options.file).read_text(encoding="utf-8"))
+        document = parse_json(Path(options.file).read_bytes())
         changed = store.load(document)
     except OSError as problem:
         raise UsageError(f"import {options.file}: {problem.strerror}") from problem
-    except ValueError as problem:
-        raise UsageError(f"import {options.file}: {problem}") from problem
+    except (ValueError, MemoryError) as problem:
+        raise UsageError(f"import {options.file}: {str(problem) or 'does not fit into memory'}") from problem
     _usable(store)
     print(f"Took over {changed} of {_count(len(document['winners']))}; those that were here and are as fast stay")
+    _say_left_out(store)
+
+
+def _say_left_out(store: Store) -> None:
+    """How many rows the last reading or import left out, and why."""
+    if store.left_out:
+        print(f"Left out {len(store.left_out)} that are not valid:")
+        for cause in store.left_out[:SHOWN]:
+            print(f"  {cause}")
+        if len(store.left_out) > SHOWN:
+            print(f"  and {len(store.left_out) - SHOWN} more")
 
 
 def _winners(store: Store, kernel: str | None = None) -> list[Winner]:

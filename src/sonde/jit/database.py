@@ -101,7 +101,7 @@ def _damage(problem: Exception) -> Damaged | None:
     if isinstance(problem, Damaged):
         return problem
     text = str(problem)
-    if type(problem) is sqlite3.DatabaseError or text.startswith(("no such table", "Could not decode")):
+    if type(problem) is sqlite3.DatabaseError or text.startswith("no such table"):
         return Damaged(f"is damaged ({text})")
     return None
 
@@ -115,6 +115,8 @@ def _connect(path: Path, write: bool) -> Connection:
         path.parent.mkdir(parents=True, exist_ok=True)
         db = sqlite3.connect(path, timeout=1.0, isolation_level=None)  # short, since a fork waits meanwhile; we try again
     try:
+        db.text_factory = _text
+        db.execute("PRAGMA trusted_schema=OFF")  # a file made by others runs none of its own functions
         db.execute("PRAGMA synchronous=NORMAL")  # safe against kills; a power cut may cost the last timings
         found = _version(db)
         if found not in (0, VERSION):
@@ -125,6 +127,10 @@ def _connect(path: Path, write: bool) -> Connection:
         db.close()
         raise
     return db
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")  # what is no UTF-8 is one row's problem, which validation leaves out
 
 
 def _version(db: Connection) -> int:

@@ -41,12 +41,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..op.cache import CallCache
+from ..op.cache import CallCache, warn_once
 from . import settings, winners
 from .policies import PickBest, PickFixed, PickStored
 from .store import Key, open_store
 
 logger = logging.getLogger("sonde")
+MOST_WARPS = 32  # of a block, on any device
 WAIT_S = 600.0  # a process that finds another one tuning waits this long for its winner
 
 
@@ -116,7 +117,17 @@ class Tunable:
             again = policy.again and choice.key not in _searched
             if choice.origin != "tuned" or again:
                 choice = self._search(problem, tensors, dtypes, device, again)
-        return gpu.bind(self.function, tensors, self.launch(problem, choice.config))
+        while True:
+            try:
+                return gpu.bind(self.function, tensors, self.launch(problem, choice.config))
+            except Exception as error:  # of the compiler, which is not the one that the winner was found with
+                if choice.origin not in ("tuned", "shipped") or type(policy) is PickStored:
+                    raise
+                self._refused.add((choice.key, choice.config))
+                refused = choice.config
+                choice = self.choose(problem, dtypes, device)
+                text = f"{self.name}: the stored or shipped {refused} cannot run here, going on with {choice.config}"
+                warn_once(f"{self.name} {refused}", f"{text} ({type(error).__name__}: {str(error).strip()[:300]})")
 
     def run(self, problem: Any, config: Any, tensors: Sequence[Tensor | None]) -> None:
         """Run in this very configuration."""
@@ -143,20 +154,41 @@ class Tunable:
             return Choice(fixed, "fixed")
         if device.type in ("cuda", "cpu") and self.tunable(problem):
             key = self.key(problem, dtypes, device)
-            about = len(self.fitting(problem)), key
-            found = winners.read(type(default), winners.stored(key.device).get(key))
-            if found is not None and self.fits(problem, found):
+            fitting = self.fitting(problem)
+            about = len(fitting), key
+            found = self._known(winners.stored(key.device).get(key), problem, key, [default, *fitting])
+            if found is not None:
                 return Choice(found, "tuned", *about)
             if type(policy) is PickStored:
                 raise Unsupported(
                     f"{self.name}: nothing is stored for {problem} in {dtypes} on {key.device}. Tune it with `sonde tune` or in "
                     "settings.set(PickBest), bring it with `sonde cache import`, or use PickAny"
                 )
-            found = winners.read(type(default), winners.shipped(key.device).get(winners.portable(key)))
-            if found is not None and self.fits(problem, found):
+            found = self._known(winners.shipped(key.device).get(winners.portable(key)), problem, key, [default, *fitting])
+            if found is not None:
                 return Choice(found, "shipped", *about)
             return Choice(default, "default", *about)
         return Choice(default, "default")
+
+    def _known(self, found: Any, problem: Any, key: Key, own: Sequence) -> Any:
+        """What was stored or shipped, as a configuration; None unless each value is like one of our own, and all of it fits.
+
+        Files can hold anything. What gets by this and does not compile is refused by `bind`.
+        """
+        config = winners.read(type(own[0]), found)
+        if config is None or (key, config) in self._refused:
+            return None
+        for name, value in winners.write(config).items():
+            ours = [getattr(each, name) for each in own]
+            alike = [each for each in ours if type(each) is type(value)]
+            signed = isinstance(value, (int, float)) and value <= 0 and all(each > 0 for each in alike)
+            if not alike or signed:
+                return None
+        try:
+            fits = self.fits(problem, config) and self.launch(problem, config).num_warps <= MOST_WARPS
+        except Exception:  # written for configurations that make sense
+            return None
+        return config if fits else None
 
     def key(self, problem: Any, dtypes: str, device: torch.device) -> Key:
         """Under which the store keeps what is known of such problems: sizes by their power of two, the rest exactly."""
@@ -193,6 +225,11 @@ class Tunable:
         """Its name in its module."""
         known = vars(sys.modules[self.module]) if self.module in sys.modules else {}
         return next((name for name, value in known.items() if value is self), None)
+
+    @cached_property
+    def _refused(self) -> set[tuple]:
+        """Stored and shipped configurations that did not compile, with their keys."""
+        return set()
 
     @cached_property
     def _bound(self) -> CallCache[Callable]:

@@ -3,12 +3,12 @@
 **Convention.** Every method is safe in many threads and processes at once, and none fails because of the file: where it cannot be
 used, one warning says why and results stay in this process. A winner gives way only to one that is 5 % faster, so that noise does
 not change what runs; times are compared by their medians. A lease is for a time, so that an owner that is killed blocks nobody.
+Every row is validated when it is read (`rows.py`); one that is not valid is left out, counted and said once.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
@@ -16,10 +16,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..op.cache import cache_dir
-from .database import Damaged, Unusable, transact
+from ..op.cache import cache_dir, warn_once
+from . import rows
+from .database import Unusable, transact
+from .rows import FORMAT, Invalid, Key, Record, Winner
 from .timing import Trial
 
 if TYPE_CHECKING:
@@ -27,40 +29,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MARGIN = 0.05
-FORMAT = 1  # of exported documents
-
-
-class Key(NamedTuple):
-    """What a winner is valid for."""
-
-    kernel: str
-    source: str  # digest of the kernel's source
-    device: str
-    torch: str
-    triton: str
-    dtypes: str
-    constants: str
-    bucket: str  # of the runtime sizes
-
-
-class Winner(NamedTuple):
-    key: Key
-    config: dict[str, Any]
-    median_us: float
-    timings: int
-    at: float  # seconds since 1970
-
-
-class Record(NamedTuple):
-    key: Key
-    trial: Trial
-    at: float
-
+LONGEST_LEASE_S = 7 * 86400.0  # one for longer is no lease of ours
 
 _KEY = ", ".join(f"keys.{name}" for name in Key._fields)
 _IS = " AND ".join(f"keys.{name} = ?" for name in Key._fields)
 _WINNERS = f"SELECT {_KEY}, config, median_us, timings, at FROM winners JOIN keys ON keys.id = winners.key"
 _TRIALS = f"SELECT {_KEY}, config, times_us, cause, error, compile_s, at FROM trials JOIN keys ON keys.id = trials.key"
+# of the lease in the table: SQLite's columns take any type, and text is larger than every number
+_LEASE = f"typeof(leases.until) IN ('real', 'integer') AND leases.until - leases.since BETWEEN 0 AND {LONGEST_LEASE_S}"
 _warned: set[Path | None] = set()
 _stores: dict[Path | None, Store] = {}
 
@@ -77,11 +53,15 @@ def open_store() -> Store:
 
 
 class Store:
-    """The store in the file `path`; ``None`` keeps everything in this process. `problem` says why the file was not used, if so."""
+    """The store in the file `path`; ``None`` keeps everything in this process.
+
+    `problem` says why the file was not used, if so; `left_out` why rows were left out of the last reading or import, one by one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.problem: str | None = None
+        self.left_out: list[str] = []
         self._winners: dict[Key, Winner | None] = {}  # what could not be written, None for one that fell
         self._records: list[Record] = []
 
@@ -95,9 +75,8 @@ class Store:
         wanted = {name: value for name, value in (("kernel", kernel), ("device", device)) if value is not None}
         where = " AND ".join(f"keys.{name} = ?" for name in wanted) or "1"
         query = f"{_WINNERS} WHERE {where}"
-        none: list[Winner] = []
-        rows = self._read(lambda db: [_winner(row) for row in db.execute(query, [*wanted.values()])], none)
-        found = {w.key: w for w in rows} | self._winners
+        read = self._read_rows(lambda db: rows.valid(db.execute(query, [*wanted.values()]), _winner))
+        found = {w.key: w for w in read} | self._winners
         found = {key: w for key, w in found.items() if all(getattr(key, name) == value for name, value in wanted.items())}
         return [w for key in sorted(found) if (w := found[key])]
 
@@ -109,20 +88,19 @@ class Store:
         """Every trial, or those of a key, oldest first, with its whole distribution."""
         where, values = ("1", ()) if key is None else (_IS, key)
         query = f"{_TRIALS} WHERE {where} ORDER BY trials.id"
-        none: list[Record] = []
-        rows = self._read(lambda db: [_record(row) for row in db.execute(query, values)], none)
-        return rows + [r for r in self._records if key in (None, r.key)]
+        read = self._read_rows(lambda db: rows.valid(db.execute(query, values), _record))
+        return read + [r for r in self._records if key in (None, r.key)]
 
     def record(self, key: Key, trials: Iterable[Trial]) -> dict[str, Any] | None:
         """Keep these trials and settle the winner, in one transaction; returns the configuration of the winner, if there is one."""
         trials, now = list(trials), time.time()
-        rows = [(_json(t.config), _json(t.times_us), t.cause, t.error, t.compile_s, now) for t in trials]
+        new_rows = [(_json(t.config), _json(t.times_us), _clean(t.cause), t.error, t.compile_s, now) for t in trials]
 
         def work(db: Connection) -> tuple[Winner | None]:
             id = _id(db, key)
             db.executemany(
                 "INSERT INTO trials (key, config, times_us, cause, error, compile_s, at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(id, *row) for row in rows],
+                [(id, *row) for row in new_rows],
             )
             old = _find(db, key)
             new = settle(key, old, trials, now)
@@ -148,7 +126,7 @@ class Store:
             done = db.execute(
                 "INSERT INTO leases (key, owner, since, until) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
                 " SET owner = excluded.owner, since = excluded.since, until = excluded.until"
-                " WHERE leases.owner = excluded.owner OR excluded.since NOT BETWEEN leases.since AND leases.until",
+                f" WHERE leases.owner = excluded.owner OR NOT (excluded.since BETWEEN leases.since AND leases.until AND {_LEASE})",
                 (_id(db, key), owner, now, now + seconds),
             )
             return done.rowcount == 1
@@ -163,7 +141,8 @@ class Store:
         """The winner, as soon as there is one; None when nobody is tuning `key` (any more) or after `seconds`."""
 
         def work(db: Connection) -> tuple[Winner | None, bool]:
-            taken = f"SELECT count(*) FROM leases JOIN keys ON keys.id = leases.key WHERE {_IS} AND ? BETWEEN since AND until"
+            leases = f"SELECT count(*) FROM leases JOIN keys ON keys.id = leases.key WHERE {_IS} AND {_LEASE}"
+            taken = f"{leases} AND ? BETWEEN since AND until"
             return _find(db, key), bool(db.execute(taken, (*key, time.time())).fetchone()[0])
 
         end = time.monotonic() + seconds
@@ -198,15 +177,18 @@ class Store:
 
     def export(self, device: str | None = None) -> dict[str, Any]:
         """All winners, or those of a device, as a document for `load`, and for shipping."""
-        rows = [{**w.key._asdict(), **w._asdict(), "at": round(w.at)} for w in self.winners(device=device)]
-        for row in rows:
+        found = [{**w.key._asdict(), **w._asdict(), "at": round(w.at)} for w in self.winners(device=device)]
+        for row in found:
             del row["key"]
-        devices = {row["device"] for row in rows}
-        return dict(format=FORMAT, device=device or (devices.pop() if len(devices) == 1 else None), winners=rows)
+        devices = {row["device"] for row in found}
+        return dict(format=FORMAT, device=device or (devices.pop() if len(devices) == 1 else None), winners=found)
 
     def load(self, document: Any) -> int:
-        """Take over the winners of a document; one that is here already gives way only to 5 %. Returns how many changed."""
-        new = parse(document)
+        """Take over the winners of a document; one that is here already gives way only to 5 %. Returns how many changed.
+
+        Those that are not valid are left out; ValueError if it is no document of winners at all.
+        """
+        new, left_out = rows.parse(document)
 
         def work(db: Connection) -> int:
             changed = 0
@@ -217,6 +199,7 @@ class Store:
             return changed
 
         written = self._try(work, None, write=True)
+        self.left_out = left_out
         if written is not None:
             return written
         better = [w for w in new if _beats(w.median_us, self._winner(w.key))]
@@ -224,7 +207,18 @@ class Store:
         return len(better)
 
     def _winner(self, key: Key) -> Winner | None:
-        return self._winners[key] if key in self._winners else self._read(lambda db: _find(db, key), None)
+        if key in self._winners:
+            return self._winners[key]
+        found = self._read_rows(lambda db: rows.valid(db.execute(f"{_WINNERS} WHERE {_IS}", key), _winner))
+        return found[0] if found else None
+
+    def _read_rows(self, work: Callable[[Connection], tuple[list, list[str]]]) -> list:
+        nothing: tuple[list, list[str]] = [], []
+        found, self.left_out = self._read(work, nothing)
+        if self.left_out:
+            text = f"rows of the tuning store {self.path} that are not valid are ignored: {len(self.left_out)}, such as"
+            warn_once(f"tuning store {self.path}", f"{text} {self.left_out[0]}")
+        return found
 
     def _read(self, work: Callable[[Connection], T], otherwise: T) -> T:
         if self.path is None or not os.path.exists(self.path):
@@ -249,7 +243,7 @@ def settle(key: Key, old: Winner | None, trials: Iterable[Trial], now: float) ->
     """Who wins after these trials. The old winner defends itself with its newest median, and is out if it failed this time."""
     best: Winner | None = None
     for trial in trials:
-        able = trial.cause is None and math.isfinite(trial.median_us)
+        able = trial.cause is None and rows.is_time(trial.median_us)
         this = Winner(key, trial.config, trial.median_us, len(trial.times_us), now)
         if old and _json(trial.config) == _json(old.config):
             old = this if able else None
@@ -258,31 +252,13 @@ def settle(key: Key, old: Winner | None, trials: Iterable[Trial], now: float) ->
     return best if best and _beats(best.median_us, old) else old
 
 
-def parse(document: Any) -> list[Winner]:
-    """The winners of an exported document; ValueError if it is none."""
-    found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"document must have format {FORMAT}, as `sonde cache export` of this version writes, got {found!r}")
-    rows = document.get("winners")
-    if not isinstance(rows, list):
-        raise ValueError(f"document: winners must be a list, got {type(rows).__name__}")
-    winners = []
-    for i, row in enumerate(rows):
-        try:
-            key = Key(*[row[name] for name in Key._fields])
-            winner = Winner(key, row["config"], float(row["median_us"]), int(row["timings"]), float(row["at"]))
-        except (TypeError, KeyError, ValueError) as problem:
-            raise ValueError(f"document: winners[{i}] is not a winner: {type(problem).__name__}: {problem}") from None
-        if not (all(isinstance(part, str) for part in key) and isinstance(winner.config, dict)):
-            raise ValueError(f"document: winners[{i}] must have strings for {', '.join(Key._fields)} and an object for config")
-        if not (math.isfinite(winner.median_us) and winner.median_us > 0):
-            raise ValueError(f"document: winners[{i}]: median_us must be positive, got {winner.median_us}")
-        winners.append(winner)
-    return winners
-
-
 def _beats(median_us: float, old: Winner | None) -> bool:
     return old is None or median_us <= (1 - MARGIN) * old.median_us
+
+
+def _clean(text: str | None) -> str | None:
+    """A message may hold what no file can, such as parts of a path that is no UTF-8."""
+    return text and text.encode(errors="replace").decode()
 
 
 def _json(value: Any) -> str:
@@ -297,7 +273,10 @@ def _id(db: Connection, key: Key) -> int:
 
 def _find(db: Connection, key: Key) -> Winner | None:
     row = db.execute(f"{_WINNERS} WHERE {_IS}", key).fetchone()
-    return row and _winner(row)
+    try:
+        return row and _winner(row)
+    except Invalid:  # as if there were none, until the next one replaces it
+        return None
 
 
 def _put(db: Connection, id: int, winner: Winner | None) -> None:
@@ -309,19 +288,16 @@ def _put(db: Connection, id: int, winner: Winner | None) -> None:
 
 def _winner(row: Sequence[Any]) -> Winner:
     *key, config, median_us, timings, at = row
-    return Winner(Key(*key), _loads(config, dict), median_us, timings, at)
+    return rows.winner(key, _loads(config), median_us, timings, at)
 
 
 def _record(row: Sequence[Any]) -> Record:
     *key, config, times_us, cause, error, compile_s, at = row
-    return Record(Key(*key), Trial(_loads(config, dict), tuple(_loads(times_us, list)), cause, error, compile_s), at)
+    return rows.record(key, _loads(config), _loads(times_us), cause, error, compile_s, at)
 
 
-def _loads(text: str, kind: type) -> Any:
+def _loads(text: Any) -> Any:
     try:
-        value = json.loads(text)
-    except (ValueError, TypeError):
-        value = None
-    if not isinstance(value, kind):
-        raise Damaged(f"is damaged (it holds {text!r:.40} where JSON should be)")
-    return value
+        return rows.parse_json(text)
+    except ValueError as problem:
+        raise Invalid(f"holds {rows.shown(text)} where JSON should be ({problem})") from None

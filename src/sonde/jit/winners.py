@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import lru_cache
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 
-from . import settings
+from ..op.cache import warn_once
+from . import rows, settings
 from .policies import PickAny
 from .store import Key, open_store
 
@@ -55,8 +55,13 @@ def shipped(device: str) -> Mapping[tuple, Mapping]:
     file = SHIPPED / f"{slug(device)}.json"
     if not file.is_file():
         return {}
-    rows = json.loads(file.read_text(encoding="utf-8"))["winners"]
-    return {(row["kernel"], row["dtypes"], row["constants"], row["bucket"]): row["config"] for row in rows}
+    try:
+        found, left_out = rows.parse(rows.parse_json(file.read_bytes()))
+    except (OSError, ValueError) as problem:
+        found, left_out = [], [str(problem)]
+    if left_out:
+        warn_once(f"shipped {file}", f"{file} is damaged; of its winners, these are ignored: {'; '.join(left_out[:3])}")
+    return {portable(w.key): w.config for w in found}
 
 
 def portable(key: Key) -> tuple:
@@ -98,7 +103,10 @@ def read(kind: type, found: Any) -> Any:
     if isinstance(found, kind):
         return found
     names = {f.name for f in fields(kind)} if is_dataclass(kind) else set(kind._fields)  # type: ignore[attr-defined]
-    return kind(**found) if isinstance(found, Mapping) and set(found) == names else None
+    try:
+        return kind(**found) if isinstance(found, Mapping) and set(found) == names else None
+    except Exception:  # a kind may check its own values
+        return None
 
 
 def write(config: Any) -> dict:

@@ -100,7 +100,7 @@ def fits(p: Problem, config: Config) -> bool:
     """Rows and warps are powers of two, and a tile fits into registers."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.rows, config.num_warps))
     small = config.rows * _block_c(p) <= 1024 * config.num_warps and config.rows <= BLOCK_N
-    return powers and small and 0 < config.tiles <= max(1, _tiles(p)) and config.unroll > 0
+    return powers and small and 0 < config.tiles <= max(1, _tiles(p)) and 0 < config.unroll <= 8
 
 
 def launch(p: Problem, config: Config) -> Launch:
