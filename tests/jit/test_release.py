@@ -1,18 +1,25 @@
 """Ahead-of-time builds: made without a GPU, found again elsewhere, never loaded where they do not belong."""
 
+import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 from sonde.jit import release
-from sonde.jit.release import MANIFEST, Task
+from sonde.jit.release import INDEX, MANIFEST, Entry, Task
+from sonde.op import cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,3 +98,269 @@ def test_a_mismatch_is_named_and_ignored(built, tmp_path, what):
         assert not any(found["hits"])
         assert len(found["warnings"]) == 1
         assert str(folder) in found["warnings"][0]
+
+
+# --- folders that hold anything
+
+
+@pytest.fixture
+def folder(built, tmp_path) -> Path:
+    """A copy to spoil."""
+    shutil.copytree(built, tmp_path / "release")
+    return tmp_path / "release"
+
+
+@pytest.fixture
+def attached(monkeypatch):
+    """Take a release into use as the first import does; what was said."""
+
+    def attach(folder: Path) -> list[str]:
+        for name in ("_index", "_files"):
+            monkeypatch.setattr(release, name, {})
+        monkeypatch.setattr(release, "_folder", None)
+        monkeypatch.setattr(cache, "_warned", set())
+        monkeypatch.setattr(knobs.cache, "manager_class", None)
+        monkeypatch.setenv("SONDE_RELEASE", str(folder))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            release.attach()
+        return [str(w.message) for w in caught]
+
+    return attach
+
+
+def forge(folder: Path, index: bytes) -> None:
+    """Whoever can write the folder can make index and manifest agree."""
+    (folder / INDEX).write_bytes(index)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest["index"] = hashlib.sha256(index).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def edit(folder: Path, change) -> None:
+    index = json.loads((folder / INDEX).read_bytes())
+    change(index)
+    forge(folder, json.dumps(index).encode())
+
+
+def found(folder: Path) -> list[str]:
+    """Kernels that can be loaded, by name."""
+    return [name for name in release._index if release.find(None, name) is not None]
+
+
+def test_index_is_data(folder, attached):
+    """Every kernel and every file is in it; nothing is pickled, and a pickle is not looked at."""
+    index = json.loads((folder / INDEX).read_bytes())
+    files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert set(index["files"]) == files - {INDEX, MANIFEST}
+    assert {k["folder"] for k in index["kernels"].values()} <= {name.split("/")[0] for name in files}
+    assert not list(folder.rglob("*.pickle"))
+    (folder / "index.pickle").write_bytes(b"cos\nabort\n(tR.")
+    assert attached(folder) == []
+    assert len(found(folder)) == len(index["kernels"]) >= 4
+
+
+def test_entries_survive_the_journey():
+    """Constants of all kinds that kernels have; one of another kind is left to be compiled."""
+    import triton.language as tl
+
+    constants = {(3,): 64, (4,): None, (5,): True, (6, 1): 0.5, (7,): tl.float32, (8,): (1, tl.int64), (9,): "word"}
+    entry = Entry("A" * 52, "ab" * 32, {"x": "*fp32", "N": "i32", "T": ("i32", "constexpr")}, constants)
+    index = json.loads(json.dumps(release.index_of({"a": entry, "b": entry._replace(constants={(0,): object()})}, ROOT)))
+    assert release.read_index(index) == ({"a": entry}, {}, [])
+
+
+ODD_INDEX = {
+    "missing": None, "empty": b"", "no JSON": b"{", "list": b"[]", "null": b"null", "number": b"1e999", "no parts": b"{}",
+    "half": b'{"kernels": {}}', "other parts": b'{"kernels": [], "files": 3}', "deep": b"[" * 5000, "noise": bytes(range(256)),
+    "pickle": pickle.dumps({}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD_INDEX)
+@pytest.mark.parametrize("forged", [False, True])
+def test_an_odd_index_is_named_and_ignored(folder, attached, what, forged):
+    """Never an error at import, whether the manifest agrees with it or not."""
+    index = ODD_INDEX[what]
+    if index is None:
+        (folder / INDEX).unlink()
+    elif forged:
+        forge(folder, index)
+    else:
+        (folder / INDEX).write_bytes(index)
+    (said,) = attached(folder)
+    assert f"the release build {folder} is ignored" in said
+    assert INDEX in said or forged
+    assert (release._folder, release._index, knobs.cache.manager_class) == (None, {}, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "3", '"x"', "{}", '{"built_with": 3}', '{"built_with": []}', "[" * 5000, "\udcff"]
+)
+def test_an_odd_manifest_is_named_and_ignored(folder, attached, text):
+    (folder / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+    (said,) = attached(folder)
+    assert f"is ignored: it has no readable {MANIFEST}" in said
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file", "folder/loop"])
+def test_no_folder_at_all(tmp_path, attached, where):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "loop").symlink_to("loop")
+    (said,) = attached(tmp_path / where)
+    assert "is ignored: it has no readable" in said
+
+
+def test_warnings_as_errors_do_not_stop_the_import(monkeypatch, folder):
+    (folder / INDEX).unlink()
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setenv("SONDE_RELEASE", str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        release.attach()
+    assert release._folder is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(folder="../release"), dict(folder="/tmp"), dict(folder=""), dict(folder="."), dict(folder=3), dict(folder=None),
+        dict(hash="x"), dict(hash=None), dict(signature=[]), dict(signature="x"), dict(constants={}), dict(constants=[[1]]),
+        dict(constants=[[{"tuple": [1]}, {"code": "exit"}]]), dict(constants=[[{"tuple": [1]}, {"dtype": "fp3"}]]), 3, None, [],
+    ],
+)  # fmt: skip
+def test_odd_entries_are_named_and_ignored(folder, attached, change):
+    """Those alone: the others are loaded."""
+
+    def spoil(index):
+        name, *_ = index["kernels"]
+        index["kernels"][name] = index["kernels"][name] | change if isinstance(change, dict) and change else change
+
+    edit(folder, spoil)
+    name, *others = json.loads((folder / INDEX).read_bytes())["kernels"]
+    said = attached(folder)
+    assert found(folder) == (others if change != dict(constants={}) else [name, *others])
+    if change != dict(constants={}):
+        assert len(said) == 1
+        assert "odd entries, which are ignored" in said[0]
+        assert name[:60] in said[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "{}/../../x", "{}/", "{}/..", "{}/a/b", "{}", "C:\\x", "{}/a\0b", "{}/\ud800", ""]
+)
+def test_paths_out_of_the_release_are_named_and_ignored(folder, attached, name):
+    inside = json.loads((folder / INDEX).read_bytes())["kernels"].popitem()[1]["folder"]
+    edit(folder, lambda index: index["files"].update({name.format(inside): "0" * 64}))
+    (said,) = attached(folder)
+    assert "odd entries, which are ignored" in said
+    assert all(".." not in file and "/" not in file for files in release._files.values() for file in files)
+    assert len(found(folder)) == len(release._index)
+
+
+SPOILT = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "empty": lambda file: file.write_bytes(b""),
+    "flipped": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
+    "gone": lambda file: file.unlink(),
+    "folder": lambda file: (file.unlink(), file.mkdir()),
+    "circle": lambda file: (file.unlink(), file.symlink_to(file.name)),
+    "link that leaves": lambda file: (file.rename(file.parents[2] / "elsewhere"), file.symlink_to(file.parents[2] / "elsewhere")),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_spoilt_files_are_named_and_not_loaded(folder, attached, how, suffix):
+    """Before anything of them is used; a link with the right content leaves the release all the same."""
+    assert attached(folder) == []
+    name, *others = release._index
+    inside = folder / release._index[name].folder
+    others = [other for other in others if release._index[other].folder != inside.name]
+    (file,) = [f for f in inside.iterdir() if f.suffix == suffix and not f.name.startswith("__grp__")]
+    SPOILT[how](file)
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(file))} of a release build is ignored: ") as caught:
+        assert [release.find(None, name) for _ in range(2)] == [None, None]
+    assert len(caught) == 1  # said once
+    assert all(release.find(None, other) is not None for other in others)
+
+
+def test_a_folder_that_is_a_link_out(folder, attached, tmp_path):
+    attached(folder)
+    name = next(iter(release._index))
+    inside = folder / release._index[name].folder
+    shutil.move(inside, tmp_path / "elsewhere")
+    inside.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(RuntimeWarning, match="it leads out of the release"):
+        assert release.find(None, name) is None
+
+
+def test_launchers_are_checked_too(folder, attached, monkeypatch, tmp_path):
+    """Triton loads shared libraries from its cache: from the release only what is in the index and is what was built."""
+    attached(folder)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    manager = knobs.cache.manager_class
+    key, name = next((f.parent.name, f.name) for f in sorted(folder.rglob("*")) if f.suffix in (".so", ".cubin"))
+    group = next(f.name.removeprefix("__grp__") for f in folder.rglob("__grp__*"))
+    grouped = next(f.parent.name for f in folder.rglob(f"__grp__{group}"))
+    assert manager(key).get_file(name) == str(folder / key / name)
+    assert set(manager(grouped).get_group(group)) == {f.name for f in (folder / grouped).iterdir() if "__grp__" not in f.name}
+    (folder / key / "new.so").write_bytes(b"")
+    assert manager(key).get_file("new.so") is None
+    assert release.artefact(key, "../sonde-release.json") is None
+    for file in folder.glob("*/*"):
+        file.write_bytes(b"other")
+    with pytest.warns(RuntimeWarning, match="it is not what was built"):
+        assert (manager(key).get_file(name), manager(grouped).get_group(group)) == (None, None)
+
+
+def test_a_spoilt_release_compiles_in_a_fresh_process(folder, tmp_path):
+    """One binary is damaged: that kernel is compiled, the others come from the release."""
+    binaries = sorted(folder.rglob("*.cubin"))
+    for file in binaries:
+        file.write_bytes(file.read_bytes()[:-1])
+    found = use(folder, tmp_path / "cache")
+    assert found["hits"]
+    assert not any(found["hits"])
+    assert found["bound"] >= 2
+    assert found["warnings"]
+    assert all("is ignored: it is not what was built" in text for text in found["warnings"])
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    """A build beside a user's own files takes over, rewrites and deletes none of them."""
+    own = tmp_path / "mine" / "__grp__x"
+    own.parent.mkdir()
+    for file in (own, own.with_name("lock"), tmp_path / "lock"):
+        file.write_text("mine")
+    release.seal(tmp_path, [])
+    assert [file.read_text() for file in (own, own.with_name("lock"), tmp_path / "lock")] == ["mine"] * 3
+    assert json.loads((tmp_path / INDEX).read_bytes()) == dict(kernels={}, files={})
+
+
+def test_identity_covers_every_file_that_imports_triton(monkeypatch, tmp_path):
+    """Whatever it is called: a change, a move or a new file is another release."""
+    package = ROOT / "src" / "sonde"
+    copy = tmp_path / "sonde"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
+    monkeypatch.setattr(cache, "__file__", str(copy / "op" / "cache.py"))
+
+    def digest() -> str:
+        cache.sources_digest.cache_clear()
+        return release.identity()["kernels"]
+
+    before = digest()
+    files = [f for f in copy.rglob("*.py") if re.search(r"^\s*(import|from) triton", f.read_text(), re.MULTILINE)]
+    assert len(files) > 20
+    assert not all("gpu" in f.name for f in files)
+    for file in files:
+        text = file.read_text()
+        file.write_text(text + "\n")
+        assert digest() != before, file
+        file.write_text(text)
+    assert digest() == before
+    (copy / "grid" / "taps.py").write_text("import triton\n")
+    assert digest() != before
+    monkeypatch.undo()
+    cache.sources_digest.cache_clear()

@@ -1,8 +1,12 @@
 """Ahead-of-time builds: what ``sonde build`` makes, and how a process that is pointed at one compiles nothing.
 
-A release is a folder of Triton's cache entries, an index of them by what a launch knows, and a manifest that says what it was
-built with. Where that differs from what is running, the release is named and left alone: code for another compiler is never
-loaded. A kernel of the index is loaded without asking Triton's compiler, which would first hash all of itself for half a second.
+A release is a folder of Triton's cache entries, an index of them by what a launch knows, with a SHA-256 of every file, and a
+manifest that says what it was built with. Where that differs from what is running, the release is named and left alone: code for
+another compiler is never loaded. A kernel of the index is loaded without asking Triton's compiler, which would first hash all of
+itself for half a second.
+
+Index and manifest are JSON, and a file is loaded only if it lies in the release and holds what was built; whatever does not fit
+is ignored and named once. That guards against damage, not against forgery: a release is machine code (see SECURITY.md).
 """
 
 from __future__ import annotations
@@ -11,15 +15,14 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,12 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..op.cache import sources_digest, warn_once
 from . import winners
 from .process import Lost, Worker, describe
 
 logger = logging.getLogger("sonde")
-MANIFEST, INDEX = "sonde-release.json", "index.pickle"
-FORMAT = 1
+MANIFEST, INDEX = "sonde-release.json", "index.json"
+FORMAT = 2
 
 
 class Entry(NamedTuple):
@@ -48,6 +52,7 @@ class Entry(NamedTuple):
 
 _folder: Path | None = None  # the release in use
 _index: dict[str, Entry] = {}
+_files: dict[str, dict[str, str]] = {}  # SHA-256 of each, by its folder and its name there
 _building: dict[str, Entry] | None = None  # what this process compiles for a release
 
 
@@ -74,36 +79,78 @@ class Built(NamedTuple):
 
 
 def attach() -> None:
-    """Let Triton look into the folder that SONDE_RELEASE names, behind its own cache. Called once, before the first kernel."""
+    """Let Triton look into the folder that SONDE_RELEASE names, behind its own cache. Called once, before the first kernel.
+
+    Never raises: a release that cannot be used is named in a warning, and kernels are compiled as without one.
+    """
     given = os.environ.get("SONDE_RELEASE")
     if not given:
         return
+    try:
+        reason = _attach(Path(given).absolute())
+    except Exception as problem:  # a folder may hold anything
+        reason = f"{type(problem).__name__}: {problem}"
+    if reason is not None:
+        warn_once(f"release {given}", f"the release build {given} is ignored: {reason[:1000]}")
+
+
+def _attach(folder: Path) -> str | None:
+    """Why not, if not."""
     from triton import knobs
 
-    folder = Path(given).absolute()
     reason = mismatch(folder)
-    if reason is None and knobs.cache.manager_class is not None:
-        reason = "TRITON_CACHE_MANAGER is set, and only one of them can be asked"
     if reason is not None:
-        warnings.warn(f"sonde: the release build {given} is ignored: {reason}", RuntimeWarning, stacklevel=2)
-        return
+        return reason
+    if knobs.cache.manager_class is not None:
+        return "TRITON_CACHE_MANAGER is set, and only one of them can be asked"
+    index, files, odd = read_index(json.loads((folder / INDEX).read_bytes()))
+    if odd:
+        warn_once(
+            f"release {folder} entries", f"the release build {folder} has odd entries, which are ignored: {'; '.join(odd[:5])}"
+        )
     global _folder
     _folder = folder
-    _index.update(pickle.loads((folder / INDEX).read_bytes()))
-    knobs.cache.manager_class = _manager(folder)
+    _index.update(index)
+    _files.update(files)
+    knobs.cache.manager_class = _manager()
     logger.info("release build %s in use", folder)
+    return None
 
 
 def find(kernel: Any, name: str) -> Any:
     """The compiled kernel that a release has under this name, or None."""
     entry = _index.get(name)
-    if entry is None or _folder is None:
+    if entry is None:
         return None
     from triton.compiler.compiler import CompiledKernel
 
-    files = {file.name: str(file) for file in (_folder / entry.folder).iterdir() if not file.name.startswith("__grp__")}
-    source = SimpleNamespace(fn=kernel, signature=entry.signature, constants=entry.constants)
-    return CompiledKernel(source, files, entry.hash)
+    names = [file for file in _files.get(entry.folder, ()) if not file.startswith("__grp__")]
+    paths = [artefact(entry.folder, file) for file in names]
+    if None in paths:
+        return None
+    try:
+        source = SimpleNamespace(fn=kernel, signature=entry.signature, constants=entry.constants)
+        return CompiledKernel(source, dict(zip(names, map(str, paths))), entry.hash)
+    except Exception as problem:
+        warn_once(f"release {name}", f"{name} of the release build {_folder} cannot be loaded and is compiled: {problem!r:.300}")
+        return None
+
+
+def artefact(folder: str, file: str) -> Path | None:
+    """This file, if the index has it, it lies in the release and holds what was built."""
+    digest = _files.get(folder, {}).get(file)
+    if _folder is None or digest is None:
+        return None
+    path = _folder / folder / file
+    try:
+        if not path.resolve(strict=True).is_relative_to(_folder.resolve()):
+            raise ValueError("it leads out of the release")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ValueError("it is not what was built")
+    except (OSError, ValueError, RuntimeError) as problem:  # RuntimeError: links in a circle
+        warn_once(f"release {path}", f"{path} of a release build is ignored: {problem}")
+        return None
+    return path
 
 
 def note(name: str, compiled: Any) -> None:
@@ -117,16 +164,24 @@ def note(name: str, compiled: Any) -> None:
 def mismatch(folder: Path) -> str | None:
     """Why a release cannot be used here."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        built = manifest["built_with"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        built, digest = manifest["built_with"], manifest.get("index")
+        differing = [
+            f"{name} {built.get(name)!r:.60} there, {value!r} here"
+            for name, value in identity().items()
+            if built.get(name) != value
+        ]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
         return f"it has no readable {MANIFEST} ({type(problem).__name__})"
-    if manifest.get("format") != FORMAT:
-        return f"its format is {manifest.get('format')!r}, this version reads {FORMAT}"
-    differing = [
-        f"{name} {built.get(name)!r} there, {value!r} here" for name, value in identity().items() if built.get(name) != value
-    ]
-    return f"built with other versions: {'; '.join(differing)}" if differing else None
+    if type(manifest.get("format")) is not int or manifest["format"] != FORMAT:
+        return f"its format is {manifest.get('format')!r:.60}, this version reads {FORMAT}"
+    if differing:
+        return f"built with other versions: {'; '.join(differing)}"
+    try:
+        found = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
+    except OSError as problem:
+        return f"its {INDEX} cannot be read ({problem})"
+    return None if found == digest else f"its {INDEX} is not what was built"
 
 
 def identity() -> dict[str, str]:
@@ -135,20 +190,16 @@ def identity() -> dict[str, str]:
 
     from .. import __version__
 
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*gpu*.py")):  # where kernels are written
-        digest.update(file.read_bytes())
     return dict(
         sonde=__version__,
-        kernels=digest.hexdigest()[:16],
+        kernels=sources_digest()[:16],  # of every file: kernels, and the constants that they import
         triton=triton.__version__,
         python=sysconfig.get_config_var("SOABI") or platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
     )
 
 
-def _manager(folder: Path) -> type:
+def _manager() -> type:
     from triton.runtime.cache import FileCacheManager
 
     class Released(FileCacheManager):
@@ -156,17 +207,104 @@ def _manager(folder: Path) -> type:
 
         def get_file(self, filename: str) -> str | None:
             found = super().get_file(filename)
-            released = folder / self.key / filename
-            return found if found is not None or not released.is_file() else str(released)
+            released = artefact(self.key, filename) if found is None else None
+            return found if released is None else str(released)
 
         def get_group(self, filename: str) -> dict[str, str] | None:
             found = super().get_group(filename)
-            group = folder / self.key / f"__grp__{filename}"
-            if found or not group.is_file():
+            group = artefact(self.key, f"__grp__{filename}") if not found else None
+            if group is None:
                 return found
-            return {name: str(group.parent / name) for name in json.loads(group.read_text())["child_paths"]}
+            paths = {name: artefact(self.key, name) for name in json.loads(group.read_bytes())["child_paths"]}
+            return {name: str(path) for name, path in paths.items()} if all(paths.values()) else found
 
     return Released
+
+
+def index_of(entries: Mapping[str, Entry], folder: Path) -> dict[str, Any]:
+    """The index as JSON holds it: kernels by name, and a SHA-256 of every file."""
+    kernels = {}
+    for name, entry in entries.items():
+        try:
+            constants = [[_plain(path), _plain(value)] for path, value in entry.constants.items()]
+            kernels[name] = dict(folder=entry.folder, hash=entry.hash, signature=_plain(entry.signature), constants=constants)
+        except TypeError as problem:  # it is compiled when it is first used
+            logger.warning("%s is not in the release: %s", name, problem)
+    files = [file for entry in _entries(folder) for file in sorted(entry.iterdir()) if file.is_file() and not file.is_symlink()]
+    digests = {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return dict(kernels=kernels, files=digests)
+
+
+def read_index(document: Any) -> tuple[dict[str, Entry], dict[str, dict[str, str]], list[str]]:
+    """Kernels by name, digests of files by folder and name, and what is neither."""
+    if not (isinstance(document, dict) and all(isinstance(document.get(part), dict) for part in ("kernels", "files"))):
+        raise ValueError(f"{INDEX} holds no kernels and files")
+    odd: list[str] = []
+    files: dict[str, dict[str, str]] = {}
+    for name, digest in document["files"].items():
+        if _is_file(name, digest):
+            folder, _, file = name.partition("/")
+            files.setdefault(folder, {})[file] = digest
+        else:
+            odd.append(f"{name!r:.100}")
+    kernels = {}
+    for name, given in document["kernels"].items():
+        try:
+            folder, hash = given["folder"], given["hash"]
+            constants = {_restored(path): _restored(value) for path, value in given["constants"]}
+            signature = _restored(given["signature"])
+            if not (_FOLDER.fullmatch(folder) and _HEX.fullmatch(hash) and isinstance(signature, dict)):
+                raise ValueError
+            kernels[name] = Entry(folder, hash, signature, constants)
+        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RecursionError):
+            odd.append(f"{name!r:.100}")
+    return kernels, files, odd
+
+
+_FOLDER, _HEX = re.compile(r"[A-Z2-7]{26,104}"), re.compile(r"[0-9a-f]{64}")  # Triton's: base 32 of a hash
+_FILE = re.compile(r"[\w.+-]{1,200}")
+
+
+def _is_file(name: str, digest: Any) -> bool:
+    """A file in a folder of one kernel: no path that leaves the release can be written like that."""
+    folder, _, file = name.partition("/")
+    plain = _FOLDER.fullmatch(folder) and _FILE.fullmatch(file) and file not in (".", "..")
+    return bool(plain) and isinstance(digest, str) and _HEX.fullmatch(digest) is not None
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it; TypeError for what it cannot."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {"dict": [[_plain(k), _plain(v)] for k, v in value.items()]}
+    if isinstance(value, (tuple, list)):
+        return {"tuple": [_plain(v) for v in value]}
+    if type(value).__module__ == "triton.language.core" and type(value).__name__ == "dtype":
+        return {"dtype": str(value)}
+    raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def _restored(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "dict":
+        return {_restored(k): _restored(v) for k, v in inner}
+    if kind == "tuple":
+        return tuple([_restored(v) for v in inner])
+    if kind == "dtype":
+        from triton.language import dtype
+
+        return dtype(inner)
+    raise ValueError(kind)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The folders that Triton has made; whatever else lies beside them is not ours."""
+    return [
+        entry for entry in sorted(folder.iterdir()) if _FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+    ]
 
 
 def build(tasks: Sequence[Task], folder: Path, num_workers: int, limit_s: float = 600) -> Iterator[Built]:
@@ -209,19 +347,24 @@ def build(tasks: Sequence[Task], folder: Path, num_workers: int, limit_s: float 
 
 
 def seal(folder: Path, done: Sequence[Built]) -> None:
-    """Make paths relative, so that the folder can move, and say what it was built with."""
-    for group in folder.rglob("__grp__*"):
-        children = json.loads(group.read_text())["child_paths"]
-        group.write_text(json.dumps({"child_paths": {name: name for name in children}}))
-    for leftover in folder.rglob("lock"):
-        leftover.unlink()
-    index = {name: entry for built in done for name, entry in built.entries.items()}
-    (folder / INDEX).write_bytes(pickle.dumps(index))
+    """Make paths relative, so that the folder can move, and say what it holds and what it was built with."""
+    for entry in _entries(folder):
+        for group in entry.glob("__grp__*"):
+            children = json.loads(group.read_text())["child_paths"]
+            group.write_text(json.dumps({"child_paths": {name: name for name in children}}))
+        (entry / "lock").unlink(missing_ok=True)
+    index = json.dumps(index_of({name: entry for built in done for name, entry in built.entries.items()}, folder)).encode()
     tasks = [dict(built.task._asdict(), kernels=len(built.entries)) for built in done if built.cause is None]
-    document = dict(format=FORMAT, built_with=identity(), tasks=sorted(tasks, key=str))
-    temporary = folder / f".{MANIFEST}"
-    temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    temporary.replace(folder / MANIFEST)  # last, and at once: an interrupted build is no release
+    digest = hashlib.sha256(index).hexdigest()
+    document = dict(format=FORMAT, built_with=identity(), index=digest, tasks=sorted(tasks, key=str))
+    _replace(folder / INDEX, index)
+    _replace(folder / MANIFEST, json.dumps(document, indent=1).encode())  # last: an interrupted build is no release
+
+
+def _replace(file: Path, data: bytes) -> None:
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_bytes(data)
+    temporary.replace(file)
 
 
 def _stub_driver(folder: Path) -> bool:
