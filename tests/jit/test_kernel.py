@@ -404,6 +404,42 @@ def test_failed_search_lists_its_causes_and_lets_others_try(monkeypatch):
     assert ran(kernel, Problem(20)) == 16
 
 
+def test_a_call_survives_candidates_that_fail_and_says_so(monkeypatch, caplog):
+    """Some crash the compiler: the best of the others runs, one line of the log says which are out and why."""
+
+    def search(kernel, problem, tensors, **options):
+        causes = {16: "compiler crashed (signal 6)\nassertion", 32: "RuntimeError: PassManager::run failed"}
+        return [Trial(c, () if c.block in causes else (9.0,) * 5, causes.get(c.block)) for c in kernel.fitting(problem)]
+
+    monkeypatch.setattr(search_module, "search", search)
+    with settings.set(PickBest):
+        assert ran(made(), Problem(20)) == 64
+    (record,) = caplog.records
+    text = "test.scale: 2 of 4 candidates cannot be used: Config(block=16, num_warps=4): compiler crashed (signal 6); "
+    assert record.getMessage() == f"{text}Config(block=32, num_warps=4): RuntimeError: PassManager::run failed"
+
+
+def test_a_call_survives_a_machine_that_cannot_search(monkeypatch, caplog):
+    """A full disk where a search puts its tensors: the default runs, untuned, and the next process tries again."""
+    monkeypatch.setattr(
+        search_module.workers, "precompile", lambda kernel, problem, configs, *rest: ((c, 0.0, None) for c in configs)
+    )
+
+    def full(*args, **options):
+        raise RuntimeError("PytorchStreamWriter failed writing file: no space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    kernel = made()
+    object.__setattr__(kernel, "module", "test_kernel")
+    kernel.__dict__["attribute"] = "kernel"
+    with settings.set(PickBest):
+        assert ran(kernel, Problem(20)) == 16
+    assert "test.scale: the search could not be made: its tensors cannot be written to " in caplog.text
+    assert "no space left" in caplog.text
+    assert not open_store().trials()
+    assert open_store().claim(key_of(kernel, Problem(20)), "another", 60)
+
+
 def test_waits_for_whoever_is_tuning(searched):
     kernel, key = made(), key_of(made(), Problem(20))
     assert open_store().claim(key, "another", 60)

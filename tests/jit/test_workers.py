@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 from toy import TOY, Config, Problem, Toy
 
+from sonde.jit import process
 from sonde.jit.bench import relative_error
 from sonde.jit.search import best, search
-from sonde.jit.workers import InProcess, Trials, keep, precompile, trials
+from sonde.jit.workers import InProcess, Trials, _feed, _start_compiler, keep, precompile, trials
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -58,6 +61,11 @@ def test_compiles_into_the_cache_that_a_launch_reads(tmp_path):
 
     assert report["kept"][0] == report["kept"][1] != []  # the same processes serve the next search
     assert report["kept on"] == []  # and go with the block
+
+    causes = report["search"]["causes"]  # a search goes on after each of them, and has the best of the others
+    assert causes[0].startswith("CompilationError: ")
+    assert causes[1:] == ["compiler crashed (signal 11)", None, None, None]
+    assert report["search"]["best"] == 64
 
     assert report["here"][0] is None
     assert report["here"][1].startswith("CompilationError: ")
@@ -157,6 +165,52 @@ def test_what_cannot_start_is_tried_once():
     assert bench.trial(Config("right"), None, 30).cause == cause
     assert time.monotonic() - start < 0.1
     bench.close()
+
+
+@pytest.mark.slow
+def test_search_survives_every_kind_of_trouble():
+    """A candidate that raises, aborts, exits or hangs: its cause is kept, and the next ones are tried."""
+    toy_module = sys.modules["toy"]
+    configs = [Config(does) for does in ("raises", "aborts", "exits", "hangs", "wrong")] + [Config("right")]
+    kernel = toy_module.TOY
+    before, kernel.configs = kernel.configs, configs
+    try:
+        found = search(kernel, Problem(2.0), make_tensors(), num_workers=1, trial_limit_s=1)
+    finally:
+        kernel.configs = before
+    assert [t.config.does for t in found] == [c.does for c in configs]
+    assert all(t.cause for t in found[:-1])
+    assert best(found).config.does == "right"
+
+
+@pytest.mark.parametrize("what", ["Popen", "TemporaryFile"])
+def test_no_process_can_be_started(monkeypatch, what):
+    """No memory, too many processes, or a full disk: every candidate has that cause, and nothing raises."""
+
+    def fail(*args, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(*((process.subprocess, what) if what == "Popen" else (process.tempfile, what)), fail)
+    found = search(Toy(Config("right"), Config("wrong")), Problem(2.0), make_tensors(), num_workers=1)
+    assert [t.cause for t in found] == ["no process could be started: [Errno 12] Cannot allocate memory"] * 2
+    configs = [Config("right"), Config("wrong")]
+    queue: SimpleQueue = SimpleQueue()
+    _feed(process.Worker(_start_compiler, (("cuda", 90, 32),), {}), (), deque(configs), queue, 1.0)
+    assert [queue.get()[2] for _ in configs] == [found[0].cause] * 2
+
+
+def test_a_candidate_that_cannot_be_asked_about():
+    """As one that cannot be pickled: the others are compiled."""
+
+    class Fine:
+        def ask(self, question, *limits):
+            if question[-1] == "bad":
+                raise TypeError("cannot pickle 'module' object")
+            return 1.0, None
+
+    queue: SimpleQueue = SimpleQueue()
+    _feed(Fine(), (), deque(["bad", "good"]), queue, 1.0)
+    assert [queue.get()[2] for _ in range(2)] == ["TypeError: cannot pickle 'module' object", None]
 
 
 def test_in_process():

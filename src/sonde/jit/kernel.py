@@ -249,6 +249,9 @@ class Tunable:
                     trials = search(self, problem, tensors, **limits, progress=listener(self, problem, key, now.verbose))
                     store.record(key, [replace(trial, config=winners.write(trial.config)) for trial in trials])
                     best(trials, self.name)  # or an error that lists every cause
+                    _say_failures(self.name, trials)
+            except OSError as error:  # the machine's: no room on the disk, no memory for a process
+                logger.warning("%s: the search could not be made: %s", self.name, error)
             finally:
                 store.release(key, owner)
         else:
@@ -257,7 +260,7 @@ class Tunable:
         winners.forget()
         choice = self.choose(problem, dtypes, device)
         if choice.origin != "tuned":
-            logger.warning("%s: no winner came from the process that was tuning it; going on with %s", self.name, choice.config)
+            logger.warning("%s: there is no winner; going on with %s", self.name, choice.config)
         return choice
 
 
@@ -341,6 +344,14 @@ def listener(kernel: Tunable, problem: Any, key: Key, verbose: bool) -> Callable
         logger.warning("%s %d/%d: %s: %s", kernel.name, done, total, latest.config, outcome)
 
     return say
+
+
+def _say_failures(name: str, trials: Sequence[Any]) -> None:
+    """A search survives candidates that do not compile, crash or hang, and says so; where a progress bar is, its owner does."""
+    failed = [f"{trial.config}: {trial.cause.splitlines()[0]}" for trial in trials if trial.cause]
+    if failed and not _listeners:
+        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        logger.warning("%s: %d of %d candidates cannot be used: %s%s", name, len(failed), len(trials), "; ".join(failed[:3]), more)
 
 
 def dtypes_of(tensors: Iterable[Tensor | torch.dtype | None]) -> str:

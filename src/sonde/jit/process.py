@@ -46,21 +46,29 @@ class Worker:
         if self._process is not None:
             return
         path = [os.fspath(entry) for entry in sys.path]
+        try:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError as problem:
+            raise Lost(f"no process could be started: {problem}") from problem
         self._connection, theirs = Pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({theirs.fileno()})"
         with self._lock, theirs:
             if self._killed:
                 raise Lost("stopped")
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is its caller's, and what it starts can be killed with it
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C is its caller's, and what it starts can be killed with it
+                )
+            except OSError as problem:  # no memory, or too many processes
+                self._connection.close()
+                self._log.close()
+                raise Lost(f"no process could be started: {problem}") from problem
         self._ready, self._mark = False, 0
         self._send(self._hello)
 
@@ -92,7 +100,7 @@ class Worker:
             if self._connection.poll(limit_s):
                 return self._connection.recv()
             cause = f"{doing} did not finish in {limit_s:g} s"
-        except (EOFError, OSError):
+        except Exception:  # it is gone, or what came is no answer
             try:
                 code = self._process.wait(5)
                 cause = f"{who} crashed (signal {-code})" if code < 0 else f"{who} ended with exit status {code}"

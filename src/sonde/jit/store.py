@@ -127,7 +127,7 @@ class Store:
                 "INSERT INTO leases (key, owner, since, until) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
                 " SET owner = excluded.owner, since = excluded.since, until = excluded.until"
                 f" WHERE leases.owner = excluded.owner OR NOT (excluded.since BETWEEN leases.since AND leases.until AND {_LEASE})",
-                (_id(db, key), owner, now, now + seconds),
+                (_id(db, key), owner, now, now + min(seconds, LONGEST_LEASE_S)),
             )
             return done.rowcount == 1
 

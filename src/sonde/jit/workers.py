@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from queue import SimpleQueue
@@ -113,6 +113,8 @@ def _feed(worker: Worker, about: tuple, tasks: deque, results: SimpleQueue, limi
                 seconds, cause = worker.ask((*about, config), limit_s, "compilation", "compiler")
             except Lost as lost:
                 seconds, cause = time.monotonic() - start, str(lost)
+            except Exception as error:  # one that cannot be asked about is no reason not to ask about the others
+                seconds, cause = time.monotonic() - start, describe(error)
             results.put((config, seconds, cause))
     except BaseException as error:
         results.put(error)
@@ -210,12 +212,17 @@ class Trials:
     def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
         device = next(t.device for t in tensors if t is not None)
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        torch.save([None if span is None else span.to("cpu", copy=True) for span in spans(tensors, kernel.writes)], self._file)
-        self._file.flush()
+        inputs = [None if span is None else span.to("cpu", copy=True) for span in spans(tensors, kernel.writes)]
+        try:
+            torch.save(inputs, self._file)
+            self._file.flush()
+        except (OSError, RuntimeError) as problem:  # torch has its own word for a full disk
+            raise OSError(f"its tensors cannot be written to {tempfile.gettempdir()}: {problem}") from problem
         layouts = [None if t is None else Layout.of(t) for t in tensors]
         self._case = kernel.module, kernel.attribute, problem, str(device), layouts, self._file.name
         self._worker = _kept_or_new(_start_bench, (str(device),), _environment(kernel))
-        self._worker.start()  # its imports go on beside the first compilation
+        with suppress(Lost):  # which the first question will meet again
+            self._worker.start()  # its imports go on beside the first compilation
         self._knows, self._idle, self._broken = False, True, ""
 
     def trial(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
