@@ -580,6 +580,38 @@ def test_damaged_file_is_set_aside(one, path, how):
         assert Store(path).winner(KEY) == B
 
 
+SCHEMAS = {
+    "trigger": "CREATE TRIGGER no BEFORE INSERT ON trials BEGIN SELECT RAISE(ABORT, 'no'); END",
+    "rollback": "CREATE TRIGGER no BEFORE INSERT ON keys BEGIN SELECT RAISE(ROLLBACK, 'no'); END",
+    "view": "ALTER TABLE winners RENAME TO w; CREATE VIEW winners AS SELECT * FROM w",
+    "columns": "ALTER TABLE winners RENAME COLUMN config TO c",
+    "trial columns": "ALTER TABLE trials RENAME COLUMN times_us TO t",
+    "unique": "CREATE UNIQUE INDEX once ON trials (at > 0)",
+    "leases": "ALTER TABLE leases RENAME COLUMN until TO u",
+}
+
+
+@pytest.mark.parametrize("how", SCHEMAS)
+@pytest.mark.filterwarnings("ignore:sonde")
+def test_tables_of_others(one, path, how):
+    """The right format, and not our tables: nothing raises, and this process has its results."""
+    one.record(KEY, [Trial(A, (1.0,))])
+    db = sqlite3.connect(path)
+    db.executescript(SCHEMAS[how])
+    db.close()
+    other = KEY._replace(bucket="2^11")
+    for _ in range(2):
+        assert one.claim(other, "me", 60)
+        assert one.record(other, [Trial(B, (1.0,))]) == B
+        one.release(other, "me")
+    assert one.winner(other) == B
+    assert one.wait(other, 1) in (B, None)  # None where nobody can be seen to tune
+    assert other in one.snapshot("H200")
+    assert one.trials(other)
+    assert one.load(one.export()) in (0, 1)  # what only this process has may find its way into the file
+    one.clear()
+
+
 def test_damage_of_a_copy_of_the_log_is_harmless(one, path):
     one.record(KEY, [Trial(A, (1.0,))])
     Path(f"{path}-wal").write_bytes(os.urandom(10000))

@@ -87,7 +87,7 @@ def transact(path: Path, work: Callable[[Connection], T], write: bool) -> T:
                 if moves > 3:
                     raise Unusable(f"{path} {damage}") from problem
                 _set_aside(path, before, damage)
-            elif not isinstance(problem, sqlite3.OperationalError):
+            elif isinstance(problem, sqlite3.ProgrammingError):
                 raise  # a mistake in the call, not in the file
             elif time.monotonic() - start > (PATIENCE_S if "lock" in str(problem) else HICCUP_S):
                 raise Unusable(f"{path}: {problem}") from problem
