@@ -22,13 +22,32 @@ def algorithm(request, monkeypatch):
 
 
 def close(distances, queries, points, indices):
-    """Distances are the roots of the rounded d², up to the last bit of a root."""
+    """Distances are the correctly rounded roots of the rounded d², to the last bit."""
     if not indices.numel() or not points.numel():
         assert (distances == torch.inf).all()
         return
     d2 = torch.from_numpy(squared(queries, points))
-    want = torch.where(indices >= 0, d2.gather(1, indices.clamp(min=0)), torch.inf).sqrt()
-    torch.testing.assert_close(distances, want, rtol=3e-7 if distances.dtype == torch.float32 else 1e-15, atol=0)
+    want = np.sqrt(torch.where(indices >= 0, d2.gather(1, indices.clamp(min=0)), torch.inf).numpy())
+    assert same_bits([distances], [torch.from_numpy(want)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_distances_have_the_same_bits(impl, algorithm, dtype):
+    """On clouds of every scale, down to squares that are denormal: knn, radius_neighbors and radius_search, with any kernel."""
+    g = torch.Generator().manual_seed(0)
+    low, high = (-72, 60) if dtype == torch.float32 else (-535, 500)
+    for power in range(low, high, (high - low) // 6):
+        q, p = ((2 * torch.rand(n, 3, generator=g, dtype=torch.float64) - 1) * 2.0**power for n in (6, 70))
+        queries, points = q.to(dtype), p.to(dtype)
+        given, reach = (queries.to(impl.device), points.to(impl.device)), 0.9 * 2.0**power
+        everyone, inside = neighbours(queries, points), neighbours(queries, points, reach)
+        close(sonde.knn(*given, 50, impl=impl.impl).distances.cpu(), queries, points, padded(everyone, 50))
+        close(sonde.radius_neighbors(*given, reach, 9, impl=impl.impl).distances.cpu(), queries, points, padded(inside, 9))
+        ball = sonde.radius_search(*given, reach, impl=impl.impl).distances.cpu()
+        d2 = squared(queries, points)
+        want = np.concatenate([np.sqrt(d2[i, row]) for i, row in enumerate(inside)])
+        assert same_bits([ball], [torch.from_numpy(want)]), power
+        assert len(want) > 30
 
 
 @pytest.mark.parametrize("tens", range(20))

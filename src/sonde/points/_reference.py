@@ -23,6 +23,31 @@ def squared(parts: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
+def root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded: torch's own is not on every CPU (MKL's differs in the last bit of one root in six).
+
+    In float32 a root in float64 is exact enough to round to the right neighbour. In float64 torch's is one of the two nearest or
+    the next; x − s², which two numbers hold exactly, says which of them is nearest.
+    """
+    if x.dtype == torch.float32:
+        return x.double().sqrt().float()
+    found = x.sqrt()
+    if x.device.type != "cpu":
+        return found
+    small, large = x.detach() < 2.0**-600, x.detach() > 2.0**600  # where products of parts would leave the range
+    square = torch.where(small, x.detach() * 2.0**400, torch.where(large, x.detach() * 2.0**-400, x.detach()))
+    s = torch.where(small, found.detach() * 2.0**200, torch.where(large, found.detach() * 2.0**-200, found.detach()))
+    above, below = torch.nextafter(s, 2 * s) - s, s - torch.nextafter(s, 0 * s)
+    split = s * (2.0**27 + 1)
+    head = split - (split - s)
+    tail, product = s - head, s * s
+    lost = ((head * head - product) + 2 * head * tail) + tail * tail  # s² is product + lost
+    left = square - product
+    step = torch.where(left - s * above > lost, above, torch.where(left + s * below <= lost, -below, 0))
+    step = torch.where(small, step * 2.0**-200, torch.where(large, step * 2.0**200, step))
+    return found + torch.where(s > 0, step, 0)
+
+
 def segment(offsets: Tensor, count: int) -> Tensor:
     """To which segment each of `count` rows belongs; 0 and the last are outside of all."""
     return torch.searchsorted(offsets, torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True)
@@ -103,7 +128,7 @@ def distances(queries: Tensor, points: Tensor, indices: Tensor) -> Tensor:
     found = indices >= 0
     parts = (queries[:, :, None] - rows_at(points, indices)).unbind(-1)
     d2 = squared(tuple(torch.where(found, d, 1) for d in parts))
-    d = torch.where(d2 > 0, torch.where(d2 > 0, d2, 1).sqrt(), 0)
+    d = torch.where(d2 > 0, root(torch.where(d2 > 0, d2, 1)), 0)
     return torch.where(found, d, torch.inf)
 
 

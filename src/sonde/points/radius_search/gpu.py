@@ -12,6 +12,7 @@ from .. import _gpu_lists as lists
 from .. import _gpu_pairs as pairs
 from .. import _gpu_passes as passes
 from .._gpu_search import halves, nodes_of
+from .._reference import root
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +29,7 @@ def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
     squares, indices, rows = new(total), new(total, dtype=torch.int64), new(total, dtype=torch.int64)
     lists.lists(problem._replace(writes=True), *of.walk(), offsets, squares, indices, rows)
     order = _order(squares, indices, rows)
-    return offsets, indices[order], squares[order].sqrt()
+    return offsets, indices[order], root(squares[order])
 
 
 def _order(squares: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
