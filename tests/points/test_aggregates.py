@@ -6,6 +6,7 @@ import torch
 import sonde
 from helpers import cotangents, leaves, same_bits, value_and_grads
 from sonde.points import _points
+from sonde.points._reference import searching_in
 
 try:
     from hypothesis import given
@@ -301,3 +302,93 @@ def test_many_widths_away(name, impl, algorithm):
     a, b = torch.autograd.grad(out, args[2], ct)[0], torch.autograd.grad(want, wide[2], [c.double() for c in ct])[0]
     assert (out - want).norm() <= 2e-6 * want.norm()
     assert (a - b).norm() <= 2e-6 * b.norm()
+
+
+TINY, HUGE = (5e-324, 1e-300, 1e-46, 1e-45, 1e-39), (1e39, 1e300, 1.7e308, float("inf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_width(name, dtype, impl):
+    """However small σ is, the nearest are alone and share equally; however large, all do. As a number and as a tensor."""
+    points = torch.tensor([[0.0, 2, 0], [1, 0, 0], [0, 0, 3], [-1, 0, 0], [0, 1, 0], [0, -1, 0]], dtype=dtype, device=impl.device)
+    features = torch.tensor([[5.0], [2], [9], [2], [2], [2]], dtype=dtype, device=impl.device).expand(-1, 3).contiguous()
+    features[1] *= 1 + torch.arange(3, dtype=dtype, device=impl.device)
+    query = torch.zeros(1, 3, dtype=dtype, device=impl.device)
+    for sigma in (*TINY, *HUGE):
+        near = points.norm(dim=1) == 1 if sigma < 1 else points[:, 0] > -9
+        want, share = features[near].mean(0, keepdim=True), near.to(dtype)[:, None].expand(-1, 3) / near.sum()
+        limits = torch.finfo(dtype)
+        widths = [torch.tensor(sigma, dtype=dtype, device=impl.device)]
+        for width in [sigma, *(w for w in widths if limits.tiny * limits.eps <= float(w))]:
+            given = () if isinstance(width, float) else (width,)
+            fn = call(name, impl.impl, sigma, reach=4.0, k=6)
+            out, grads = value_and_grads(fn, [query, points, features, *given], [torch.ones_like(want)])
+            torch.testing.assert_close(out[0], want, msg=f"σ = {width}")
+            torch.testing.assert_close(grads[2], share, msg=f"σ = {width}")
+        if sigma < 1:  # the nearest alone, and ties whose features are the same: nothing pulls
+            for some in (points[[0, 1, 2]], points[[0, 2, 3, 4, 5]], points[[2, 0]]):
+                alike = torch.where(some.norm(dim=1, keepdim=True) == some.norm(dim=1).min(), 2.0, 7.0).to(dtype)
+                for given in ((), (widths[0],) if float(widths[0]) > 0 else ()):
+                    _, grads = value_and_grads(call(name, impl.impl, sigma, reach=4.0, k=len(some)), [query, some, alike, *given])
+                    assert all((g == 0).all() for g in (*grads[:2], *grads[3:])), f"σ = {sigma}"
+        else:
+            assert all(g.isfinite().all() for g in grads), f"σ = {sigma}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_width_of_nothing_or_no_number(name, impl):
+    """Is refused, as a number and where a CPU's tensor can be looked into."""
+    args = [x.to(impl.device) for x in made()]
+    for bad in (float("nan"), 0.0, -1.0, -float("inf")):
+        with pytest.raises(ValueError, match=f"{name}: sigma must be a number > 0; got"):
+            call(name, impl.impl, bad)(*args)
+        if impl.device == "cpu":
+            with pytest.raises(ValueError, match=f"{name}: sigma must be > 0; got"):
+                call(name, impl.impl)(*args, torch.tensor(bad))
+
+
+ENDS = [
+    (torch.float32, 3e38), (torch.float32, -3.3e38), (torch.float32, 1e-36), (torch.float64, 1.7e308), (torch.float64, 1e-300),
+    (torch.bfloat16, 3e38), (torch.float16, 65_000.0), (torch.float16, 6e-5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "scale"), ENDS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_features_at_the_ends_of_their_range(name, dtype, scale, impl):
+    """A mean is no larger than what it is a mean of: no sum on the way to it overflows, and small ones lose nothing."""
+    wide = torch.promote_types(dtype, torch.float32)
+    queries, points, _ = (x.to(impl.device) for x in made(M=3, N=90, dtype=wide))
+    unit = torch.rand(90, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 0.1 + 0.9
+    unit[:, 1], unit[:, 2] = unit[:, 1] * -1, unit[:, 2] * (-1.0) ** torch.arange(90)
+    unit[:, 3] *= 1e-30 if abs(scale) > 1e30 else 1.0
+    features = (unit * scale).to(impl.device, dtype)
+    for sigma in (0.1, 1e-3, 100.0):
+        fn = call(name, impl.impl, sigma, reach=2.0, k=50)
+        out, grads = value_and_grads(lambda f, fn=fn: fn(queries, points, f), [features])
+        with searching_in(wide):
+            want, _ = value_and_grads(
+                lambda f, s=sigma: call(name, "reference", s, reach=2.0, k=50)(queries.double(), points.double(), f),
+                [features.double() / scale],
+            )
+        got = out[0].double() / scale
+        assert got.isfinite().all()
+        assert grads[0].isfinite().all()
+        bar = {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 4e-6)
+        for c in range(5):  # each channel by itself, since one of them is far smaller than the others
+            assert (got[:, c] - want[0][:, c]).abs().max() <= bar * unit[:, c].abs().max(), (sigma, c)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_infinite_features_stay_infinite(name, impl):
+    """What is infinite is so in the mean, by its sign, and reaches nobody else."""
+    queries, points, features = (x.to(impl.device) for x in made(M=3, N=150))
+    features[0, 0], features[1, 1], features[2, 2], features[3, 2] = torch.inf, -torch.inf, torch.inf, -torch.inf
+    out, want = (call(name, i, 0.5, reach=3.0, k=60)(queries, points, features) for i in (impl.impl, "reference"))
+    torch.testing.assert_close(out, want, equal_nan=True, rtol=1e-5, atol=1e-6)
+    if name == "radius_aggregate":
+        assert (out[:, 0] == torch.inf).all()
+        assert (out[:, 1] == -torch.inf).all()
+        assert out[:, 2].isnan().all()
+        assert out[:, 3:].isfinite().all()

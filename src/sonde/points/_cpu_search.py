@@ -162,7 +162,7 @@ def pull(
 ):
     """The gradients of queries `start` to `stop`."""
     for i in range(start, stop):
-        a, b, c = queries.dtype.type(0), queries.dtype.type(0), queries.dtype.type(0)
+        a, b, c = 0.0, 0.0, 0.0
         for e in range(entries[i], entries[i + 1]):
             slopes[e] = 0
             if indices[e] >= 0 and distances[e] > 0:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..op.cpu import array, jit, part, run
 from ..op.lanes import LANES, fma, load, spread, store_some
 from ..op.memory import zeros
+from ._cpu_rows import BLOCK, added, together
 
 PIECE = 4096  # entries
 
@@ -103,7 +104,7 @@ def gather(
     for n in range(start, stop):
         j, low, high = pieces[n, 0], pieces[n, 1], pieces[n, 2]
         if parts.size:
-            a, b, c = parts.dtype.type(0), parts.dtype.type(0), parts.dtype.type(0)
+            a, b, c = 0.0, 0.0, 0.0
             for at in range(low, high):
                 i, slope = rows[at], slopes[where[at]]
                 if slope != 0:
@@ -116,19 +117,28 @@ def gather(
 
 
 @part
-def add_rows(n, low, high, F, where, rows, weights, grad, features):
+def add_rows(n, low, high, F, places, rows, weights, grad, features):
     zero = spread(features.dtype.type(0))
     for c in range(0, F, LANES):
-        v = zero
-        for at in range(low, high):
-            v = fma(weights[where[at]], load(grad, rows[at], c, F), v)
-        store_some(v, features, n, c, F)
+        whole, lost = zero, zero
+        for at in range(low, min(low + BLOCK, high)):
+            whole = fma(weights[places[at]], load(grad, rows[at], c, F), whole)
+        if high > low + BLOCK:
+            for first in range(low + BLOCK, high, BLOCK):
+                v = zero
+                for at in range(first, min(first + BLOCK, high)):
+                    v = fma(weights[places[at]], load(grad, rows[at], c, F), v)
+                whole, lost = added(v, whole, lost)
+            whole = together(whole, lost)
+        store_some(whole, features, n, c, F)
 
 
 @jit
 def add(start, stop, firsts, parts, found):
     """Sum the pieces of points `start` to `stop`."""
     for j in range(start, stop):
-        for n in range(firsts[j], firsts[j + 1]):
-            for c in range(parts.shape[1]):
-                found[j, c] += parts[n, c]
+        for c in range(parts.shape[1]):
+            total = 0.0
+            for n in range(firsts[j], firsts[j + 1]):
+                total += parts[n, c]
+            found[j, c] = total

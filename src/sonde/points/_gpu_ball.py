@@ -2,6 +2,9 @@
 
 A program has a tile of rows, and the other side comes by one at a time, in the order of the walk: sums have a fixed order. For
 the value and the gradients of queries, rows are queries and points come by; for those of points and features, the other way round.
+
+A leaf's terms are added one after the other, and the leaves' sums together with what rounding loses of them, so that sums are exact
+for any number of terms.
 """
 
 from __future__ import annotations
@@ -15,7 +18,23 @@ import triton.language as tl
 from .. import jit
 from ..op.gpu import accumulator, cdiv
 from ._gpu_index import LEAF
-from ._gpu_search import Config, block_of, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
+from ._gpu_search import (
+    Config,
+    block_of,
+    lowest,
+    meet,
+    near_points,
+    next_leaf,
+    number,
+    plus,
+    query_tile,
+    rate_of,
+    root,
+    whole,
+)  # fmt: skip
+
+LEAP = tl.constexpr(4.0)  # widths that a point must be nearer than the one that weighs 1 before it takes that place
+UNIT = tl.constexpr(2.0**-6)  # of weights in sums of features, or a power of it: they sum to less than 1, and nothing overflows
 
 
 class Problem(NamedTuple):
@@ -82,7 +101,7 @@ def _ball(
     features,  # [B, N, F]
     sigma,  # [B]; None if it is a number
     out,  # [B, M, F]
-    levels,  # [B, M, 2]: the nearest's distance n, and log Σ exp((n − d)/σ); 0 and +inf for an empty ball
+    levels,  # [B, M, 2]: a distance n, a few σ from the nearest's at most, and 1/Σ exp((n − d)/σ); 0 and 0 for an empty ball
     M,
     N,
     S,
@@ -112,9 +131,12 @@ def _ball(
     rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
     bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
 
-    least = tl.full([BLOCK_Q], float("inf"), ACC)
-    total = tl.zeros([BLOCK_Q], ACC)
+    none = tl.zeros([BLOCK_Q], ACC)
+    one = none + float("inf")  # the distance that weighs 1; it follows the nearest in leaps: few roundings scale what was summed
+    unit = none + UNIT
+    total, total_lost = none, none
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+    lost = acc
     zero = tl.program_id(0) * 0
     leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
     while found >= 0:
@@ -122,32 +144,46 @@ def _ball(
             boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
         )
         bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
-        while bits != 0:
-            j = found * LEAF + lowest(bits)
-            bits = bits & (bits - 1)
-            _dx, _dy, _dz, d2, i = meet(points, order, j, x, y, z, D)
-            value = tl.load(features + i.to(OFFSET) * F, mask=f < F, other=0).to(ACC)
-            here = (d2 <= bound) & (d2 < float("inf"))
-            if RAGGED:
-                here = here & (j >= begin) & (j < end)
-            d = tl.where(here, root(d2).to(ACC), float("inf"))
-            nearer = tl.minimum(least, d)
-            near = tl.where(nearer < float("inf"), nearer, 0.0)
-            less = tl.where(least < float("inf"), tl.exp((near - least) * rate), 0.0)
-            w = tl.where(here, tl.exp((near - d) * rate), 0.0)
-            total = tl.fma(total, less, w)
-            kept = acc * less[None, :]
-            added = tl.fma(w[None, :].broadcast_to(acc.shape), value[:, None].broadcast_to(acc.shape), kept)
-            acc = tl.where(here[None, :], added, kept)
-            least = nearer
+        if bits != 0:
+            some = none
+            part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+            while bits != 0:
+                j = found * LEAF + lowest(bits)
+                bits = bits & (bits - 1)
+                _dx, _dy, _dz, d2, i = meet(points, order, j, x, y, z, D)
+                value = tl.load(features + i.to(OFFSET) * F, mask=f < F, other=0).to(ACC)
+                here = (d2 <= bound) & (d2 < float("inf"))
+                if RAGGED:
+                    here = here & (j >= begin) & (j < end)
+                d = root(d2).to(ACC)
+                one = tl.where(here & (one == float("inf")), d, one)
+                rise = (one - d) * rate
+                w = tl.where(here, tl.exp(rise), 0.0)
+                leap = here & (rise > LEAP)
+                if tl.max((leap | ((total + some + w) * unit > 0.5)).to(tl.int32), 0) != 0:
+                    less = tl.where(leap, tl.exp(-rise), 1.0)
+                    one, w = tl.where(leap, d, one), tl.where(leap, 1.0, w)
+                    total, total_lost, some = total * less, total_lost * less, some * less
+                    less, unit = less / unit, none + UNIT
+                    for _ in tl.static_range(6):
+                        unit = tl.where((total + some + w) * unit > 0.5, unit * UNIT, unit)
+                    less *= unit
+                    acc, lost, part = acc * less[None, :], lost * less[None, :], part * less[None, :]
+                some += w
+                w = w * unit
+                added = tl.fma(w[None, :].broadcast_to(part.shape), value[:, None].broadcast_to(part.shape), part)
+                part = tl.where(here[None, :], added, part)
+            total, total_lost = plus(total, total_lost, some)
+            acc, lost = plus(acc, lost, part)
 
+    total = total + total_lost
     some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[None, :]
+    acc = whole(acc, lost) / tl.where(some, total * unit, 1.0)[None, :]
     to = out + (b * M + row)[None, :] * F + f[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
     once = in_q & (tl.program_id(1) == 0)
-    tl.store(levels + 2 * (b * M + row), tl.where(some, least, 0.0), mask=once)
-    tl.store(levels + 2 * (b * M + row) + 1, tl.where(some, tl.log(tl.where(some, total, 1.0)), float("inf")), mask=once)
+    tl.store(levels + 2 * (b * M + row), tl.where(some, one, 0.0), mask=once)
+    tl.store(levels + 2 * (b * M + row) + 1, tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0), mask=once)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -207,15 +243,19 @@ def _ball_gradients(
         delta += b * N
     else:
         near = tl.load(levels + 2 * (b * M + row), mask=in_q, other=0)
-        level = tl.load(levels + 2 * (b * M + row) + 1, mask=in_q, other=float("inf"))
     if COORDINATES and WHOLE:
         value = tl.load(mine + f[:, None], mask=in_q[None, :] & (f < F)[:, None], other=0).to(ACC)
 
     none = tl.zeros([BLOCK_Q], ACC)
-    gx, gy, gz, moment = none, none, none, none  # Σ w (a − Δ) (x − y)/d, and Σ w (a − Δ) log w
-    # rows learn Δ on the way: they keep means of a, (x − y)/d and log w so far, and sum what differs from them
-    weight, mean, ux0, uy0, uz0, log0 = none, none, none, none, none, none
+    # Σ w (a − p) u and Σ w (a − p) (n − d), where u = (x − y)/d: rows count a from p and learn Δ on the way; columns know it
+    gx, gy, gz, moment = none, none, none, none
+    lost_x, lost_y, lost_z, lost_m = none, none, none, none
+    # of rows: Σ w, Σ w (a − p), Σ w u, Σ w (n − d); and what Σ w was when p was chosen
+    weight, along, ux0, uy0, uz0, gap0 = none, none, none, none, none, none
+    lost_w, lost_a, lost_ux, lost_uy, lost_uz, lost_g = none, none, none, none, none, none
+    p, chosen = none, none
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+    lost = acc
     zero = tl.program_id(0) * 0
     leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
     while found >= 0:
@@ -223,60 +263,102 @@ def _ball_gradients(
             boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
         )
         bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
-        while bits != 0:
-            j = found * LEAF + lowest(bits)
-            bits = bits & (bits - 1)
-            dx, dy, dz, d2, i = meet(points, order, j, x, y, z, D)
-            here = (d2 <= bound) & (d2 < float("inf"))
-            if RAGGED:
-                here = here & (j >= begin) & (j < end)
-            theirs = others + i.to(OFFSET) * F
-            if COLUMNS:
-                at = levels + 2 * i.to(tl.int64)
-                near, level = tl.load(at), tl.load(at + 1)
-            if FEATURES or WHOLE:
-                other = tl.load(theirs + f, mask=f < F, other=0).to(ACC)
-            d = root(tl.where(here, d2, 0.0)).to(ACC)
-            log = tl.where(here, (near - d) * rate - level, 0.0)
-            w = tl.where(here, tl.exp(log), 0.0)
-            if FEATURES:
-                share = w[None, :].broadcast_to(acc.shape)
-                acc = tl.where(here[None, :], tl.fma(share, other[:, None].broadcast_to(acc.shape), acc), acc)
-            if COORDINATES:
-                if WHOLE:
-                    a = tl.sum(value * other[:, None], 0)
-                else:
-                    a = tl.zeros([BLOCK_Q], ACC)
-                    for f0 in range(0, F, BLOCK_F):
-                        c = f0 + tl.arange(0, BLOCK_F)
-                        part = tl.load(theirs + c, mask=c < F, other=0).to(ACC)
-                        a += tl.sum(
-                            tl.load(mine + c[:, None], mask=in_q[None, :] & (c < F)[:, None], other=0).to(ACC) * part[:, None], 0
-                        )
-                apart = here & (d > 0)
-                over = 1.0 / tl.where(apart, d, 1.0)
-                ux = tl.where(apart, over * dx.to(ACC), 0.0)
-                uy = tl.where(apart, over * dy.to(ACC), 0.0)
-                uz = tl.where(apart, over * dz.to(ACC), 0.0)
+        if bits != 0:
+            # the same sums over this leaf
+            px, py, pz, pm = none, none, none, none
+            pw, pa, pux, puy, puz, pg = none, none, none, none, none, none
+            part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
+            while bits != 0:
+                j = found * LEAF + lowest(bits)
+                bits = bits & (bits - 1)
+                dx, dy, dz, d2, i = meet(points, order, j, x, y, z, D)
+                here = (d2 <= bound) & (d2 < float("inf"))
+                if RAGGED:
+                    here = here & (j >= begin) & (j < end)
+                theirs = others + i.to(OFFSET) * F
                 if COLUMNS:
-                    a = tl.where(here & (w < 1), w * (a - tl.load(delta + i)), 0.0)  # a weight of 1 leaves nothing to change
-                else:
-                    a = tl.where(here, a - mean, 0.0)
-                    weight += w
-                    part = w / tl.where(weight > 0, weight, 1.0)
-                    mean = mean + part * a
-                    ux0, uy0, uz0 = ux0 + part * (ux - ux0), uy0 + part * (uy - uy0), uz0 + part * (uz - uz0)
-                    log0 = log0 + part * (log - log0)
-                    a = w * a
-                    ux, uy, uz = ux - ux0, uy - uy0, uz - uz0
-                    moment += a * (log - log0)
-                gx, gy, gz = gx + a * ux, gy + a * uy, gz + a * uz
+                    at = levels + 2 * i.to(tl.int64)
+                    near, share = tl.load(at), tl.load(at + 1)
+                if FEATURES or WHOLE:
+                    other = tl.load(theirs + f, mask=f < F, other=0).to(ACC)
+                d = root(tl.where(here, d2, 0.0)).to(ACC)
+                gap = tl.where(here, near - d, 0.0)
+                w = tl.where(here, tl.exp(gap * rate), 0.0)
+                if COLUMNS:
+                    w = w * share
+                if FEATURES:
+                    added = tl.fma(w[None, :].broadcast_to(acc.shape), other[:, None].broadcast_to(acc.shape), part)
+                    part = tl.where(here[None, :], added, part)
+                if COORDINATES:
+                    if WHOLE:
+                        a = tl.sum(value * other[:, None], 0)
+                    else:
+                        a, lost_f = tl.zeros([BLOCK_Q], ACC), tl.zeros([BLOCK_Q], ACC)
+                        for f0 in range(0, F, BLOCK_F):
+                            c = f0 + tl.arange(0, BLOCK_F)
+                            row_f = tl.load(theirs + c, mask=c < F, other=0).to(ACC)
+                            mine_f = tl.load(mine + c[:, None], mask=in_q[None, :] & (c < F)[:, None], other=0).to(ACC)
+                            a, lost_f = plus(a, lost_f, tl.sum(mine_f * row_f[:, None], 0))
+                        a = whole(a, lost_f)
+                    apart = here & (d > 0)
+                    over = w / tl.where(apart, d, 1.0)
+                    ux = tl.where(apart, over * dx.to(ACC), 0.0)
+                    uy = tl.where(apart, over * dy.to(ACC), 0.0)
+                    uz = tl.where(apart, over * dz.to(ACC), 0.0)
+                    if COLUMNS:
+                        a = tl.where(here & (w < 1), a - tl.load(delta + i), 0.0)  # a weight of 1 leaves nothing to change
+                    else:
+                        p = tl.where(here & (weight == 0) & (pw == 0), a, p)  # nothing has been summed that counts from another
+                        a = tl.where(here, a - p, 0.0)
+                        pw += w
+                        pa += w * a
+                        pux, puy, puz = pux + ux, puy + uy, puz + uz
+                        if d_sigma is not None:
+                            pg += w * gap
+                            pm += a * (w * gap)
+                    px, py, pz = px + a * ux, py + a * uy, pz + a * uz
+            if FEATURES:
+                acc, lost = plus(acc, lost, part)
+            if COORDINATES:
+                gx, lost_x = plus(gx, lost_x, px)
+                gy, lost_y = plus(gy, lost_y, py)
+                gz, lost_z = plus(gz, lost_z, pz)
+                if not COLUMNS:
+                    weight, lost_w = plus(weight, lost_w, pw)
+                    along, lost_a = plus(along, lost_a, pa)
+                    ux0, lost_ux = plus(ux0, lost_ux, pux)
+                    uy0, lost_uy = plus(uy0, lost_uy, puy)
+                    uz0, lost_uz = plus(uz0, lost_uz, puz)
+                    if d_sigma is not None:
+                        gap0, lost_g = plus(gap0, lost_g, pg)
+                        moment, lost_m = plus(moment, lost_m, pm)
+                    # whenever the weights have doubled, p becomes the mean: what is left to cancel stays small
+                    due = weight > 2 * chosen
+                    if tl.max(due.to(tl.int32), 0) != 0:
+                        chosen = tl.where(due, weight, chosen)
+                        q = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
+                        gx, lost_x = plus(gx, lost_x, (p - q) * ux0)
+                        gy, lost_y = plus(gy, lost_y, (p - q) * uy0)
+                        gz, lost_z = plus(gz, lost_z, (p - q) * uz0)
+                        along, lost_a = plus(along, lost_a, (p - q) * weight)
+                        if d_sigma is not None:
+                            moment, lost_m = plus(moment, lost_m, (p - q) * gap0)
+                        p = q
 
     if COORDINATES:
-        if delta is not None and not COLUMNS:
-            tl.store(delta + b * M + row, mean, mask=in_q)
+        gx, gy, gz = gx + lost_x, gy + lost_y, gz + lost_z
+        if not COLUMNS:
+            weight = weight + lost_w
+            over = 1.0 / tl.where(weight > 0, weight, 1.0)
+            mean = (along + lost_a) * over
+            gx = (gx - mean * (ux0 + lost_ux)) * over
+            gy = (gy - mean * (uy0 + lost_uy)) * over
+            gz = (gz - mean * (uz0 + lost_uz)) * over
+            if delta is not None:
+                tl.store(delta + b * M + row, p + mean, mask=in_q)
         if d_sigma is not None:
-            tl.store(d_sigma + b * M + row, -rate * moment, mask=in_q)
+            moment = (moment + lost_m - mean * (gap0 + lost_g)) * over
+            tl.store(d_sigma + b * M + row, -(moment * rate) * rate, mask=in_q)
         if d_rows is not None:
             to = d_rows + (b * M + row) * D
             tl.store(to, (-rate * gx).to(d_rows.dtype.element_ty), mask=in_q)
@@ -286,7 +368,7 @@ def _ball_gradients(
                 tl.store(to + 2, (-rate * gz).to(d_rows.dtype.element_ty), mask=in_q)
     if FEATURES:
         to = d_values + (b * M + row)[None, :] * F + f[:, None]
-        tl.store(to, acc.to(d_values.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
+        tl.store(to, whole(acc, lost).to(d_values.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
 
 
 ball = jit.kernel(

@@ -158,10 +158,14 @@ def _nearest(
     if features is not None:
         rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
         features += b * N * F
+        # weights are normalised before they meet features: no sum is larger than the largest of these
+        away = root(best).to(ACC)
+        least = tl.min(away, 0)
+        least = tl.where(least < float("inf"), least, 0.0)
+        total = tl.sum(tl.where(best < float("inf"), tl.exp((least[None, :] - away) * rate), 0.0), 0)
+        share = 1.0 / tl.where(total > 0, total, 1.0)
     for f0 in range(0, tl.maximum(F, 1), BLOCK_F):
         left = best
-        least = tl.zeros([BLOCK_Q], ACC)
-        total = tl.zeros([BLOCK_Q], ACC)
         acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
         f = f0 + tl.arange(0, BLOCK_F)[:, None]
         for e in tl.range(0, K, loop_unroll_factor=UNROLL):
@@ -174,14 +178,11 @@ def _nearest(
             tl.store(indices + to + e, tl.where(there, i, -1).to(tl.int64), mask=in_q & (f0 == 0))
             if features is not None:
                 wide = tl.where(there, d, 0.0).to(ACC)
-                least = tl.where(e == 0, wide, least)
-                w = tl.where(there, tl.exp((least - wide) * rate), 0.0)
-                total += w
+                w = tl.where(there, tl.exp((least - wide) * rate) * share, 0.0)
                 from_ = features + i.to(OFFSET)[None, :] * F + f
                 value = tl.load(from_, mask=there[None, :] & (f < F), other=0).to(ACC)
                 acc = tl.fma(w[None, :].broadcast_to(acc.shape), value, acc)
         if features is not None:
-            acc = acc / tl.where(total > 0, total, 1.0)[None, :]
             to_f = out + (b * M + row)[None, :] * F + f
             tl.store(to_f, acc.to(out.dtype.element_ty), mask=in_q[None, :] & (f < F))
 

@@ -18,7 +18,7 @@ from .. import jit
 from ..op.gpu import accumulator, cdiv, power_of_2
 from ..op.gpu import launch as start
 from ._gpu_index import coordinates
-from ._gpu_search import Config, block_of, rate_of
+from ._gpu_search import Config, block_of, plus, rate_of, whole
 
 CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
 BLOCK = 1024  # pairs of a program where each is one thread's
@@ -117,18 +117,23 @@ def _pairs(
             for n in range(K):
                 one = tl.sum(tl.where(slot == n, i, 0), 0)
                 real = in_q & (one >= 0)
-                value = tl.zeros([BLOCK_Q], ACC)
+                value, lost = tl.zeros([BLOCK_Q], ACC), tl.zeros([BLOCK_Q], ACC)
                 for f0 in range(0, F, BLOCK_F):
                     if not WHOLE:
                         g = tl.load(mine + f0 + f, mask=in_q[None, :] & (f0 + f < F), other=0).to(ACC)
                     row_f = theirs + one.to(OFFSET)[None, :] * F + f0 + f
-                    value += tl.sum(g * tl.load(row_f, mask=real[None, :] & (f0 + f < F), other=0).to(ACC), 0)
+                    part = tl.sum(g * tl.load(row_f, mask=real[None, :] & (f0 + f < F), other=0).to(ACC), 0)
+                    if WHOLE:
+                        value += part
+                    else:
+                        value, lost = plus(value, lost, part)
+                if not WHOLE:
+                    value = whole(value, lost)
                 a = tl.where((slot == n) & real[None, :], value[None, :], a)
             change = w * (a - tl.sum(w * a, 0)[None, :])  # of one neighbour: exactly 0
             if d_sigma is not None:  # changes sum to 0, so that distances may count from the least
-                tl.store(
-                    d_sigma + b * M + row, tl.sum(tl.where(there, (d - least[None, :]) * change, 0.0), 0) * rate * rate, mask=in_q
-                )
+                spread = tl.sum(tl.where(there, (d - least[None, :]) * change, 0.0), 0)
+                tl.store(d_sigma + b * M + row, spread * rate * rate, mask=in_q)
             slope = -rate * change
     else:
         slope = tl.load(grad + at, mask=there, other=0).to(ACC)
@@ -321,6 +326,7 @@ def _sums(
     acc = tl.zeros([BLOCK_F, BLOCK_T], ACC)
     none = tl.zeros([BLOCK_T], ACC)
     gx, gy, gz = none, none, none
+    lost, lost_x, lost_y, lost_z = acc, none, none, none  # a point may have any number of pairs
     for t in range(tl.max(alone, 0)):
         in_i = t < alone
         i = tl.where(t < head, begin + t, last * CHUNK + t - head)
@@ -328,21 +334,24 @@ def _sums(
         if weights is not None:
             w = tl.load(weights + n, mask=in_i, other=0)
             value = tl.load(rows + other[None, :] * F + f, mask=in_i[None, :] & (f < F), other=0).to(ACC)
-            acc += w[None, :] * value
+            acc, lost = plus(acc, lost, w[None, :] * value)
         if slopes is not None:
             ux, uy, uz = pull(here, target, there, other, slopes, n, in_i, D, ACC)
-            gx, gy, gz = gx + ux, gy + uy, gz + uz
+            gx, lost_x = plus(gx, lost_x, ux)
+            gy, lost_y = plus(gy, lost_y, uy)
+            gz, lost_z = plus(gz, lost_z, uz)
     for t in range(tl.max(tl.where(some, last - first, 0), 0)):
         in_i = t < last - first
         from_ = partial + (first + t).to(tl.int64) * (F + D)
         if weights is not None:
-            acc += tl.load(from_[None, :] + f, mask=in_i[None, :] & (f < F), other=0)
+            acc, lost = plus(acc, lost, tl.load(from_[None, :] + f, mask=in_i[None, :] & (f < F), other=0))
         if slopes is not None:
-            gx += tl.load(from_ + F, mask=in_i, other=0)
+            gx, lost_x = plus(gx, lost_x, tl.load(from_ + F, mask=in_i, other=0))
             if D > 1:
-                gy += tl.load(from_ + F + 1, mask=in_i, other=0)
+                gy, lost_y = plus(gy, lost_y, tl.load(from_ + F + 1, mask=in_i, other=0))
             if D > 2:
-                gz += tl.load(from_ + F + 2, mask=in_i, other=0)
+                gz, lost_z = plus(gz, lost_z, tl.load(from_ + F + 2, mask=in_i, other=0))
+    acc, gx, gy, gz = whole(acc, lost), whole(gx, lost_x), whole(gy, lost_y), whole(gz, lost_z)
     if weights is not None:
         tl.store(d_rows + target[None, :] * F + f, acc.to(d_rows.dtype.element_ty), mask=in_t[None, :] & (f < F))
     if slopes is not None:

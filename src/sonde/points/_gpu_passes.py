@@ -100,7 +100,7 @@ def nearest_problem(
 
 
 def ball(of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float) -> tuple[Tensor, Tensor]:
-    """out ``[B, M, F]``, and what weighs: the nearest's distance n and log Σ exp((n − d)/σ) ``[B, M, 2]``."""
+    """out ``[B, M, F]``, and what weighs: a distance n close to the nearest's and 1/Σ exp((n − d)/σ) ``[B, M, 2]``."""
     problem = ball_problem(of, features, sigma, width, radius)
     B, M, _ = of.queries.shape
     out, levels = features.new_empty(B, M, features.shape[2]), features.new_empty(B, M, 2, dtype=problem.wide)

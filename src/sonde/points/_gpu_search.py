@@ -57,12 +57,26 @@ def number(HIGH, LOW):
 
 @triton.jit
 def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
-    """1/σ, as far as that is finite: no distance, however many times it is taken, is none."""
+    """1/σ, clamped to a finite value so that 0 · rate stays 0. Distances that differ do so by far more than it could tell apart."""
     if sigma is not None:
         rate = 1.0 / tl.load(sigma + b).to(ACC)
     else:
         rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
-    return tl.minimum(rate, 3.4e38)
+    MOST: tl.constexpr = 1.7e308 if ACC.is_fp64() else 3.4e38
+    return tl.where(rate > MOST, MOST, rate)  # NaN stays
+
+
+@triton.jit
+def plus(total, lost, x):
+    """total + x, and `lost` with what rounding loses of it: for the sums of blocks of terms, which may be any number."""
+    s = total + x
+    return s, lost + (x - (s - total))
+
+
+@triton.jit
+def whole(total, lost):
+    """Both; after an infinite term nothing is lost that counts."""
+    return tl.where(tl.abs(total) < float("inf"), total + lost, total)
 
 
 @triton.jit

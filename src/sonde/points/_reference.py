@@ -13,6 +13,7 @@ from ..op.dtypes import accumulator
 from ._numbers import in_sight
 
 CHUNK = 2**24  # distances in memory at one time, while no gradient is at stake
+WEIGHTLESS = {torch.float32: 103.0, torch.float64: 744.0}  # widths beyond which exp(−x) is 0
 
 
 def squared(parts: tuple[Tensor, ...]) -> Tensor:
@@ -137,21 +138,22 @@ def aggregate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_j w_ij f_j with w = softmax(−d/σ) over the points listed; their distances; and what weighs them, ``[B, M, 2]``.
 
-    That is the nearest's distance n and t = log Σ exp((n − d)/σ), such that w = exp((n − d)/σ − t). They stay apart: where d/σ is
-    large, their sum would lose digits. Of an empty list they are 0 and +inf.
+    That is the nearest's distance n and s = 1/Σ exp((n − d)/σ), such that w = exp((n − d)/σ)·s; of an empty list both are 0.
     """
     wide = accumulator(queries, features, sigma)
     found = indices >= 0
     d = distances(queries, points, indices)
-    s = width if sigma is None else sigma.to(wide)[:, None, None]
+    s = width if sigma is None else sigma.double()[:, None, None]  # as a number it may be out of float32's range
     near = torch.where(found, d.to(wide), 0)
     least = torch.where(found, d.detach().to(wide), torch.inf)
     least = least.amin(-1, keepdim=True) if indices.shape[-1] else least.new_full((*least.shape[:-1], 1), torch.inf)
     least = torch.where(least < torch.inf, least, 0)
-    e = torch.where(found, ((least - near) / s).exp(), 0)
+    gap = (least - near).double()
+    seen = found & (gap >= -WEIGHTLESS[wide] * s)  # elsewhere exp is 0, and x/σ may be infinite
+    e = torch.where(seen, (torch.where(seen, gap, 0) / s).to(wide).exp(), 0)
     total = e.sum(-1, keepdim=True)
     some = total > 0
     w = e / torch.where(some, total, 1)
     out = (w[..., None] * rows_at(features.to(wide), indices)).sum(2)
-    level = torch.where(some, torch.where(some, total, 1).log(), torch.inf)
-    return out.to(features.dtype), d, torch.cat([least, level], -1)
+    share = torch.where(some, 1 / torch.where(some, total, 1), 0)
+    return out.to(features.dtype), d, torch.cat([least, share], -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...op.cpu import array, jit, part, run
@@ -14,7 +15,7 @@ from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dot, falls, widths
+from .._cpu_rows import BLOCK, added, copied, dot, falls, rates, times, together
 from .._cpu_segments import gather, lists, sums
 
 NAMES = ("queries", "points", "features", "sigma")
@@ -28,7 +29,7 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     arrays = (
         array(x) for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
     )
-    run(weigh, B * M, M, N, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
+    run(weigh, B * M, M, N, rates(sigma, width, B), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
     return out.to(features.dtype), distances, indices
 
 
@@ -40,11 +41,12 @@ def backward(
     q, p = trees.three(queries), trees.three(points)
     go, f = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1)
     shares, slopes = (go.new_empty(B * M * k) for _ in range(2))
-    g_queries, g_widths = go.new_empty(B * M, 3), go.new_empty(B, M)
+    g_queries, g_widths = go.new_empty(B * M, 3), go.new_empty(B, M, dtype=torch.float64)
     lengths = distances.reshape(-1, k), indices.reshape(-1, k), shares.view(-1, k), slopes.view(-1, k)
     arrays = (array(x) for x in (q, p, f, go, *lengths, g_queries, g_widths.view(-1)))
     moved = needs[0] or needs[1] or needs[3]
-    run(pull, B * M, M, N, moved, widths(sigma, width, B, wide), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
+    few = np.float32 if wide == torch.float32 and k <= BLOCK else np.float64  # sums of so few terms need no wider ones
+    run(pull, B * M, M, N, moved, few(0), rates(sigma, width, B), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
     found: dict[str, Tensor] = {}
     if needs[1] or needs[2]:
         of_points = lists(array(indices.reshape(-1)), np.arange(B * M + 1, dtype=np.int64) * k, B, M, N)
@@ -70,7 +72,8 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
     names = [name for name, need in zip(NAMES, needs) if need]
     if names:
         padded = (D < 3) * 3 * B * (M + N) * queries.dtype.itemsize
-        used = copies + padded + B * M * (2 * k + 4 + rounded * F) * size + B * (N * (3 + F) + M * k // 4096 * (3 + F)) * size
+        pieces = B * (N + M * k // 4096) * (3 + F) * size
+        used = copies + padded + pieces + B * M * (8 + (2 * k + 3 + rounded * F) * size)
         made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
         if needs[1] or needs[2]:
             writes = tuple(n for n in names if n in ("points", "features"))
@@ -81,16 +84,18 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
 
 
 @part
-def softmax(i, sigma, distances, indices, share):
+def softmax(i, rate, distances, indices, share):
     """The weights of row i; return how many neighbours it has."""
-    n, total = 0, share.dtype.type(0)
+    n, total, real = 0, 0.0, share.dtype.type
     while n < share.shape[0] and indices[i, n] >= 0:
         n += 1
     for e in range(n):
-        share[e] = np.exp(falls(share.dtype.type(distances[i, 0]), distances[i, e], sigma))
+        share[e] = np.exp(real(falls(distances[i, 0], distances[i, e], rate)))
         total += share[e]
+    if n:
+        total = 1 / total
     for e in range(n):
-        share[e] /= total
+        share[e] = share[e] * total
     return n
 
 
@@ -100,7 +105,7 @@ def weigh(
     stop,
     M,
     N,
-    sigma,  # [B]
+    rate,  # [B] 1/σ
     features,  # [B*N, F]
     distances,  # [B*M, k]
     indices,  # [B*M, k]
@@ -110,12 +115,19 @@ def weigh(
     F, k = features.shape[1], distances.shape[1]
     share, zero = np.empty(k, out.dtype), spread(out.dtype.type(0))
     for i in range(start, stop):
-        n, row = softmax(i, sigma[i // M], distances, indices, share), i // M * N
+        n, row = softmax(i, rate[i // M], distances, indices, share), i // M * N
         for c in range(0, F, LANES):
-            v = zero
-            for e in range(n):
-                v = fma(share[e], load(features, row + indices[i, e], c, F), v)
-            store_some(v, out, i, c, F)
+            whole, lost = zero, zero
+            for e in range(min(n, BLOCK)):
+                whole = fma(share[e], load(features, row + indices[i, e], c, F), whole)
+            if n > BLOCK:
+                for first in range(BLOCK, n, BLOCK):
+                    v = zero
+                    for e in range(first, min(n, first + BLOCK)):
+                        v = fma(share[e], load(features, row + indices[i, e], c, F), v)
+                    whole, lost = added(v, whole, lost)
+                whole = together(whole, lost)
+            store_some(whole, out, i, c, F)
 
 
 @jit
@@ -125,7 +137,8 @@ def pull(
     M,
     N,
     moved,  # whether more is wanted than the weights
-    sigma,  # [B]
+    zero,  # of the dtype in which sums run
+    rate,  # [B] 1/σ
     queries,  # [B*M, 3]
     points,  # [B*N, 3]
     features,  # [B*N, F]
@@ -135,32 +148,41 @@ def pull(
     shares,  # [B*M, k]
     slopes,  # [B*M, k]: ∂L/∂d / d, 0 where the distance is
     g_queries,  # [B*M, 3]
-    g_widths,  # [B*M]
+    g_widths,  # [B*M] float64
 ):
-    """Weights of rows `start` to `stop`, what pulls along their distances, and the gradients of queries and of σ."""
+    """Weights of rows `start` to `stop`, what pulls along their distances, and the gradients of queries and of σ.
+
+    a counts from the nearest's own, and d too, since Σ w (a − Δ) is 0: where nobody else has a weight, nothing is left, exactly.
+    """
     k, F, real = distances.shape[1], features.shape[1], grad.dtype.type
-    share, along = np.empty(k, grad.dtype), np.empty(k, grad.dtype)
+    share, along = np.empty(k, grad.dtype), np.full(k, zero)
     for i in range(start, stop):
-        row, s = i // M * N, sigma[i // M]
-        n, mean = softmax(i, s, distances, indices, share), real(0)
+        row, r = i // M * N, rate[i // M]
+        n, mean, total, base = softmax(i, r, distances, indices, share), zero, zero, 0.0
         for e in range(n):
             shares[i, e] = share[e]
             if moved:
-                along[e] = dot(grad, i, features, row + indices[i, e], F)
+                a = dot(grad, i, features, row + indices[i, e], F)
+                if e == 0:
+                    base = a
+                along[e] = a - base
                 mean += share[e] * along[e]
+                total += share[e]
         if not moved:
             continue
-        x, y, z, t = real(0), real(0), real(0), real(0)
+        if n:
+            mean /= total
+        x, y, z, t = zero, zero, zero, zero
         for e in range(k):
             slopes[i, e] = 0
             if e < n:
                 d, j = distances[i, e], row + indices[i, e]
                 ds = share[e] * (along[e] - mean)
-                t += d * ds
+                t += (d - distances[i, 0]) * ds
                 if d > 0:
-                    slope = -ds / (s * d)
-                    x += slope * (queries[i, 0] - points[j, 0])
-                    y += slope * (queries[i, 1] - points[j, 1])
-                    z += slope * (queries[i, 2] - points[j, 2])
-                    slopes[i, e] = slope
-        g_queries[i, 0], g_queries[i, 1], g_queries[i, 2], g_widths[i] = x, y, z, t / (s * s)
+                    pulls = -real(times(ds, r)) / d
+                    x += pulls * (queries[i, 0] - points[j, 0])
+                    y += pulls * (queries[i, 1] - points[j, 1])
+                    z += pulls * (queries[i, 2] - points[j, 2])
+                    slopes[i, e] = pulls
+        g_queries[i, 0], g_queries[i, 1], g_queries[i, 2], g_widths[i] = x, y, z, times(times(t, r), r)

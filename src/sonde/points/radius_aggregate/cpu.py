@@ -1,6 +1,6 @@
 """``radius_aggregate`` on CPUs: one walk for every query; backwards another, and one of every point among the queries.
 
-A weight is exp((n − d)/σ − t) with the nearest's distance n and t = log Σ exp((n − d)/σ), from the same operations in every pass:
+A weight is exp((n − d)/σ)·s with the nearest's distance n and s = 1/Σ exp((n − d)/σ), from the same operations in every pass:
 of a single neighbour it is exactly 1, and what it gives to queries and points exactly 0.
 """
 
@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ...op.cpu import array, jit, run
+from ...op.cpu import array, exact_part, jit, part, run
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES, fma, load, spread, store, store_some
+from ...op.lanes import LANES, load, store, store_some, where
 from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
 from .. import _cpu_search as cpu
 from .. import _cpu_tree as trees
-from .._cpu_rows import copied, dot, falls, widths
+from .._cpu_rows import BLOCK, add_block, copied, dot, falls, finite, folded, rates, times
 
 NAMES = ("queries", "points", "features", "sigma")
+LEAP = 4.0  # widths that a point must be nearer than the one that weighs 1 before it takes that place
+SHRINK = 2.0**-40  # of weights, where a sum of features has overflowed: no sum of 2³¹ terms of up to exp(LEAP) does so then
 
 
 def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -32,7 +35,7 @@ def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[T
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
     arrays = (array(x) for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
     by = trees.spatial_order(rows, B)
-    run(weigh, B * M, M, N, bound, widths(sigma, width, B, wide), rows, by, mine, *tree[:4], tree.nodes, *arrays, grain=64)
+    run(weigh, B * M, M, N, bound, rates(sigma, width, B), rows, by, mine, *tree[:4], tree.nodes, *arrays, grain=64)
     return out.to(features.dtype), levels
 
 
@@ -41,15 +44,16 @@ def backward(
 ) -> list[Tensor]:
     order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius, levels = rest
     (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    go, f, s = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1), widths(sigma, width, B, wide)
+    go, f, s = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1), rates(sigma, width, B)
     (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    means, g_widths, g_queries = (go.new_empty(B * M, n) for n in (1, 1, 3))
+    means, g_widths = (go.new_empty(B * M, dtype=torch.float64) for _ in range(2))
+    g_queries = go.new_empty(B * M, 3)
     found: dict[str, Tensor] = {}
-    arrays = [array(x) for x in (f, go, levels.reshape(-1, 2), means.view(-1))]
+    arrays = [array(x) for x in (f, go, levels.reshape(-1, 2), means)]
     if needs[0] or needs[1] or needs[3]:
         tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
         rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
-        by, results = trees.spatial_order(rows, B), (array(g_queries), array(g_widths.view(-1)))
+        by, results = trees.spatial_order(rows, B), (array(g_queries), array(g_widths))
         run(pull, B * M, M, N, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
         found["queries"], found["sigma"] = g_queries[:, :D].reshape(queries.shape), g_widths.view(B, M).sum(1)
     if needs[1] or needs[2]:
@@ -75,7 +79,7 @@ def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequen
     copies = copied(features, wide) + rounded * B * M * F * size
     made = [Kernel(weigh.__name__, ("out",), wide, invariant, index + padded + copies)]
     names = [name for name, need in zip(NAMES, needs) if need]
-    used = index + padded + copies + B * (M + N) * 5 * size + rounded * B * N * F * size
+    used = index + padded + copies + B * M * 16 + B * (M + N) * 3 * size + rounded * B * N * F * size
     if needs[0] or needs[1] or needs[3]:
         made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
         if needs[3]:
@@ -94,7 +98,7 @@ def weigh(
     M,
     N,
     bound,  # r²
-    sigma,  # [B]
+    rate,  # [B] 1/σ
     queries,  # [B*M, 3]
     by,  # [B*M] in which order
     mine,  # [M] the segment of a query; empty where there is one only
@@ -105,41 +109,84 @@ def weigh(
     nodes,
     features,  # [B*N, F]
     out,  # [B*M, F]
-    levels,  # [B*M, 2]: n and t; of an empty ball 0 and +inf
+    levels,  # [B*M, 2]: n and s; of an empty ball 0 and 0
 ):
-    """Rows `start` to `stop` of `by`, by an online softmax: where a nearer point comes, what was summed is scaled down."""
+    """Rows `start` to `stop` of `by`, by an online softmax, a block of neighbours at a time.
+
+    Where a sum overflows though the mean does not, the row is summed once more with smaller weights.
+    """
     F, real = features.shape[1], out.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
-    row = np.zeros((1, -(-F // LANES) * LANES), out.dtype)
-    zero = spread(real(0))
+    seen, far, share = np.empty(BLOCK, np.int64), np.empty(BLOCK, out.dtype), np.empty(BLOCK, out.dtype)
+    row = np.zeros((2, -(-F // LANES) * LANES), out.dtype)
     for at in range(start, stop):
         i = by[at]
         b = i // M
         s = mine[i - b * M] if mine.size else 0
-        near, total = real(np.inf), real(0)
-        row[:] = 0
+        x, y, z, segment, count = queries[i, 0], queries[i, 1], queries[i, 2], segments[max(s, 0)], 0
         if s >= 0:
-            x, y, z, segment = queries[i, 0], queries[i, 1], queries[i, 2], segments[s]
-            for n in range(trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)):
-                first, last = trees.of_leaf(segment, leaves[n])
+            count = trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)
+        for again in range(2):
+            shrink = SHRINK if again else 1.0
+            near, one, total, n = real(np.inf), real(np.inf), 0.0, 0
+            for leaf in range(count):
+                first, last = trees.of_leaf(segment, leaves[leaf])
                 for j in range(b * N + first, b * N + last):
                     d2 = trees.squared(x, y, z, points, j)
                     if d2 <= bound:
-                        d = real(np.sqrt(d2))
-                        if d < near:
-                            scale = np.exp(falls(d, near, sigma[b])) if total > 0 else real(0)
-                            total *= scale
-                            for c in range(0, F, LANES):
-                                store(fma(scale, load(row, 0, c, row.shape[1]), zero), row, 0, c)
-                            near = d
-                        w = np.exp(falls(near, d, sigma[b]))
-                        total += w
-                        for c in range(0, F, LANES):
-                            store(fma(w, load(features, b * N + order[j], c, F), load(row, 0, c, row.shape[1])), row, 0, c)
-        levels[i, 0], levels[i, 1] = (near, np.log(total)) if total > 0 else (real(0), real(np.inf))
-        scale = real(1) / total if total > 0 else real(0)
-        for c in range(0, F, LANES):
-            store_some(fma(scale, load(row, 0, c, row.shape[1]), zero), out, i, c, F)
+                        seen[n], far[n] = b * N + order[j], np.sqrt(d2)
+                        n += 1
+                        if n == BLOCK:
+                            near, one, total = take(n, seen, far, share, near, one, total, rate[b], shrink, features, row)
+                            n = 0
+            if n:
+                near, one, total = take(n, seen, far, share, near, one, total, rate[b], shrink, features, row)
+            levels[i, 0], levels[i, 1], scale = 0, 0, real(0)
+            if total > 0:
+                levels[i, 0], levels[i, 1] = near, 1 / (total * np.exp(falls(near, one, rate[b])))
+                scale = real(1 / (total * shrink))
+            else:
+                row[:] = 0
+            if finish(i, scale, row, out, F, again):
+                break
+
+
+@part
+def take(n, seen, far, share, near, one, total, rate, shrink, features, row):
+    """Add a block of neighbours; `one` is the distance that weighs 1. It follows the nearest in leaps of several σ: weights that
+    were scaled down many times, by as many roundings, are too small by then to matter."""
+    real, begins = far.dtype.type, total == 0
+    for e in range(n):
+        near = min(near, far[e])
+    if begins:
+        one = near
+    elif falls(near, one, rate) < -LEAP:
+        less = real(np.exp(falls(near, one, rate)))
+        total *= less
+        one = near
+        for c in range(0, row.shape[1], LANES):
+            store(load(row, 0, c, row.shape[1]) * less, row, 0, c)
+            store(load(row, 1, c, row.shape[1]) * less, row, 1, c)
+    for e in range(n):
+        w = np.exp(real(falls(one, far[e], rate)))
+        total += w
+        share[e] = w * real(shrink)
+    add_block(n, share, seen, features, row, begins)
+    return near, one, total
+
+
+@exact_part
+def finish(i, scale, row, out, F, again):
+    """Write a row; whether it is finite. What was, before it was summed `again`, stays as it is."""
+    good = True
+    for c in range(0, F, LANES):
+        v = folded(row, c) * scale
+        good = finite(v) and good
+        if again:
+            before = load(out, i, c, F)
+            v = where(before - before == 0.0, before, v)
+        store_some(v, out, i, c, F)
+    return good
 
 
 @jit
@@ -149,7 +196,7 @@ def pull(
     M,
     N,
     bound,
-    sigma,  # [B]
+    rate,  # [B] 1/σ
     queries,  # [B*M, 3]
     by,  # [B*M]
     mine,  # [M]
@@ -161,16 +208,18 @@ def pull(
     features,  # [B*N, F]
     grad,  # [B*M, F]
     levels,  # [B*M, 2]
-    means,  # [B*M]: Δ = Σ w a
+    means,  # [B*M] float64: Δ = Σ w a
     g_queries,  # [B*M, 3]
-    g_widths,  # [B*M]
+    g_widths,  # [B*M] float64
 ):
-    """Of rows `start` to `stop` of `by`: Δ, and the gradients of queries and of σ.
+    """Of rows `start` to `stop` of `by`: Δ, and the gradients of queries and of σ, in one walk.
 
-    The weights sum to one up to the rounding of t, which a − Δ would show: Δ is divided by their sum.
+    Σ w (a − Δ) u is Σ w a u − Δ Σ w u, in float64. From where the nearest point comes, a is counted from its own: where nobody
+    else has a weight, exactly nothing is left.
     """
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
+    of, with_a = np.empty(5), np.empty(5)  # Σ w·(1, d − n, u), and the same with a
     for at in range(start, stop):
         i = by[at]
         b = i // M
@@ -178,31 +227,49 @@ def pull(
         g_queries[i, 0], g_queries[i, 1], g_queries[i, 2], g_widths[i], means[i] = 0, 0, 0, 0, 0
         if s < 0:
             continue
-        x, y, z, segment, width = queries[i, 0], queries[i, 1], queries[i, 2], segments[s], sigma[b]
-        count = trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)
-        total = real(0)
-        for again in range(2):  # Δ first
-            for n in range(count):
-                first, last = trees.of_leaf(segment, leaves[n])
-                for j in range(b * N + first, b * N + last):
-                    d2 = trees.squared(x, y, z, points, j)
-                    if d2 <= bound:
-                        d = np.sqrt(d2)
-                        w = np.exp(falls(levels[i, 0], real(d), width) - levels[i, 1])
-                        a = dot(grad, i, features, b * N + order[j], F)
-                        if again:
-                            ds = w * (a - means[i])
-                            g_widths[i] += d * ds / (width * width)
-                            if d > 0:
-                                slope = -ds / (width * d)
-                                g_queries[i, 0] += slope * (x - points[j, 0])
-                                g_queries[i, 1] += slope * (y - points[j, 1])
-                                g_queries[i, 2] += slope * (z - points[j, 2])
-                        else:
-                            means[i] += w * a
-                            total += w
-            if not again and total > 0:
-                means[i] /= total
+        x, y, z, segment, r = queries[i, 0], queries[i, 1], queries[i, 2], segments[s], rate[b]
+        near, base, found = levels[i, 0], 0.0, False
+        of[:], with_a[:] = 0, 0
+        for n in range(trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)):
+            first, last = trees.of_leaf(segment, leaves[n])
+            for j in range(b * N + first, b * N + last):
+                d2 = trees.squared(x, y, z, points, j)
+                if d2 <= bound:
+                    d = real(np.sqrt(d2))
+                    w = np.exp(real(falls(near, d, r)))
+                    a = dot(grad, i, features, b * N + order[j], F)
+                    if d == near and not found:
+                        base, found = a, True
+                        for e in range(5):
+                            with_a[e] -= base * of[e]
+                    add_to(w, a - base, d, near, x - points[j, 0], y - points[j, 1], z - points[j, 2], of, with_a)
+        if of[0] > 0:
+            mean = with_a[0] / of[0]
+            means[i] = base + mean
+            g_widths[i] = times(times(apart(with_a[1], mean, of[1]) / of[0], r), r)
+            for e in range(3):
+                g_queries[i, e] = -times(apart(with_a[2 + e], mean, of[2 + e]) / of[0], r)
+
+
+@exact_part
+def add_to(w, a, d, near, dx, dy, dz, of, with_a):
+    """Add what a neighbour has to the sums; each product with a is one of what is summed without."""
+    w, d, of[0] = np.float64(w), np.float64(d), of[0] + w
+    with_a[0] += a * w
+    wd = w * (d - near)
+    of[1] += wd
+    with_a[1] += a * wd
+    if d > 0:
+        w /= d
+        wx, wy, wz = w * dx, w * dy, w * dz
+        of[2], of[3], of[4] = of[2] + wx, of[3] + wy, of[4] + wz
+        with_a[2], with_a[3], with_a[4] = with_a[2] + a * wx, with_a[3] + a * wy, with_a[4] + a * wz
+
+
+@exact_part
+def apart(with_a, mean, of):
+    """Σ w a u − Δ Σ w u; of a single term exactly 0."""
+    return with_a - mean * of
 
 
 @jit
@@ -212,7 +279,7 @@ def push(
     N,
     M,
     bound,
-    sigma,  # [B]
+    rate,  # [B] 1/σ
     points,  # [B*N, 3]
     by,  # [B*N]
     mine,  # [N]
@@ -224,39 +291,44 @@ def push(
     features,  # [B*N, F]
     grad,  # [B*M, F]
     levels,  # [B*M, 2]
-    means,  # [B*M]
+    means,  # [B*M] float64
     g_points,  # [B*N, 3]; empty where not wanted
     g_features,  # [B*N, F]; the same
 ):
     """The gradients of points `start` to `stop` of `by`, from the queries in whose balls they are."""
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(M // 8 + 1, np.int64)
-    row = np.zeros((1, -(-F // LANES) * LANES), grad.dtype)
+    seen, share = np.empty(BLOCK, np.int64), np.empty(BLOCK, grad.dtype)
+    row = np.zeros((2, -(-F // LANES) * LANES), grad.dtype)
     for at in range(start, stop):
         j = by[at]
         b = j // N
         s = mine[j - b * N] if mine.size else 0
-        x, y, z, ax, ay, az = points[j, 0], points[j, 1], points[j, 2], real(0), real(0), real(0)
-        row[:] = 0
+        x, y, z, ax, ay, az, count, begins = points[j, 0], points[j, 1], points[j, 2], 0.0, 0.0, 0.0, 0, True
         if s >= 0:
-            segment, width = segments[s], sigma[b]
+            segment, r = segments[s], rate[b]
             for n in range(trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)):
                 first, last = trees.of_leaf(segment, leaves[n])
                 for m in range(b * M + first, b * M + last):
                     d2 = trees.squared(x, y, z, queries, m)
                     if d2 <= bound:
                         d, i = np.sqrt(d2), b * M + order[m]
-                        w = np.exp(falls(levels[i, 0], real(d), width) - levels[i, 1])
-                        if g_features.size:
-                            for c in range(0, F, LANES):
-                                store(fma(w, load(grad, i, c, F), load(row, 0, c, row.shape[1])), row, 0, c)
+                        w = np.exp(real(falls(levels[i, 0], real(d), r))) * levels[i, 1]
                         if g_points.size and d > 0:
-                            slope = -w * (dot(grad, i, features, j, F) - means[i]) / (width * d)
-                            ax -= slope * (queries[m, 0] - x)
-                            ay -= slope * (queries[m, 1] - y)
-                            az -= slope * (queries[m, 2] - z)
+                            pulls = -real(times(w * (dot(grad, i, features, j, F) - means[i]), r)) / d
+                            ax -= pulls * (queries[m, 0] - x)
+                            ay -= pulls * (queries[m, 1] - y)
+                            az -= pulls * (queries[m, 2] - z)
+                        if g_features.size:
+                            seen[count], share[count] = i, w
+                            count += 1
+                            if count == BLOCK:
+                                add_block(count, share, seen, grad, row, begins)
+                                count, begins = 0, False
         if g_points.size:
             g_points[j, 0], g_points[j, 1], g_points[j, 2] = ax, ay, az
         if g_features.size:
+            if count or begins:
+                add_block(count, share, seen, grad, row, begins)
             for c in range(0, F, LANES):
-                store_some(load(row, 0, c, row.shape[1]), g_features, j, c, F)
+                store_some(folded(row, c), g_features, j, c, F)
