@@ -72,8 +72,8 @@ def test_an_index_takes_memory(name, target, monkeypatch):
     call = partial(CALLS[name], impl=target.impl)
     queries, points, *_ = args
     index = sonde.PointIndex.build(points, impl=target.impl)
-    of_points = size(index)
-    of_queries = size(sonde.PointIndex.build(queries, impl=target.impl)) if target.impl == "triton" else 0
+    of_points = size(index[:3])  # a call that builds its own needs no hash
+    of_queries = size(sonde.PointIndex.build(queries, impl=target.impl)[:3]) if target.impl == "triton" else 0
     given, own = sonde.explain(call, *args, index=index), sonde.explain(call, *args)
     built = sonde.explain(lambda: sonde.PointIndex.build(points, impl=target.impl))
     assert own.operator.endswith(given.operator)

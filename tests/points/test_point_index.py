@@ -292,3 +292,196 @@ def test_an_exported_graph_is_of_one_algorithm(impl, M, N, points, word):
     else:
         with pytest.raises(Exception, match=re.escape(word)):
             torch.export.export(Model(), args, dynamic_shapes=dims)
+
+
+SEARCHES = {
+    "knn": lambda q, p, f, **o: sonde.knn(q, p, 5, **o),
+    "radius_neighbors": lambda q, p, f, **o: sonde.radius_neighbors(q, p, 0.3, 5, **o),
+    "radius_search": lambda q, p, f, **o: sonde.radius_search(q, p, 0.3, **o),
+    "knn_aggregate": lambda q, p, f, **o: (sonde.knn_aggregate(q, p, f, 5, **o),),
+    "radius_aggregate": lambda q, p, f, **o: (sonde.radius_aggregate(q, p, f, 0.3, **o),),
+}
+
+
+def exchange(a, b):
+    """Two rows, or two elements of one."""
+
+    def write(p):
+        kept = p[a].clone()
+        p[a] = p[b]
+        p[b] = kept
+
+    return write
+
+
+def mirror(p):
+    """A, B, B, A becomes B, A, A, B: weights that grow evenly would not see it."""
+    p[:4] = p[[1, 0, 0, 1]]
+
+
+WRITES = {
+    "one bit": lambda p: p.view(torch.int32 if p.dtype == torch.float32 else torch.int16)[0, 0].bitwise_xor_(1),
+    "the last": lambda p: p[-1].add_(1),
+    "other points": lambda p: p.copy_(p.flip(0)),
+    "two points": exchange(3, 150),
+    "two coordinates": exchange((7, 0), (7, 2)),
+    "mirrored": mirror,
+}
+
+
+def through_data(p, write):
+    write(p.data)
+
+
+def through_numpy(p, write):
+    write(torch.from_numpy(p.detach().numpy()))
+
+
+@pytest.mark.parametrize("way", [through_data, through_numpy])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_no_write_goes_unseen(name, way, impl):
+    """No version counts these: the points' bits do."""
+    if impl.device != "cpu":
+        pytest.skip("the next test's")
+    queries, points, features = made()
+    points[:4] = points[[0, 1, 1, 0]]
+    for write in WRITES.values():
+        index = sonde.PointIndex.build(points, impl=impl.impl)
+        SEARCHES[name](queries, points, features, index=index, impl=impl.impl)
+        version = points._version
+        way(points, write)
+        assert points._version == version
+        with pytest.raises(ValueError, match=rf"{name}: index must be that of these points; they were .*written"):
+            SEARCHES[name](queries, points, features, index=index, impl=impl.impl)
+
+
+def test_inference_tensors_have_no_version():
+    with torch.inference_mode():
+        queries, points, features = made()
+        index = sonde.PointIndex.build(points)
+        points.mul_(0.5)
+        for name, call in SEARCHES.items():
+            with pytest.raises(ValueError, match=f"{name}: index must be that of these points"):
+                call(queries, points, features, index=index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_hash_is_of_the_callers_bits(dtype):
+    """Half-precision points, batches and ragged ones; NaN is no exception, nor are no points at all."""
+    g = torch.Generator().manual_seed(0)
+    queries, rows = torch.rand(2, 5, 3, generator=g).to(dtype), torch.rand(2, 90, 3, generator=g).to(dtype)
+    rows[0, 3] = torch.nan
+    index = sonde.PointIndex.build(rows)
+    assert index.hash.shape == (2,)
+    assert index.hash[0] != index.hash[1]
+    sonde.knn(queries, rows, 3, index=copy.deepcopy(index))
+    rows.data[1, 8, 2] += 1
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries, rows, 3, index=index)
+    points, batch = rows[0].clone(), [0, 40, 90]
+    ragged = sonde.PointIndex.build(points, batch=batch)
+    sonde.knn(queries[0], points, 3, index=ragged, batch=([0, 2, 5], batch))
+    points.data[3] = 0
+    with pytest.raises(ValueError, match="knn: index must be that of these points"):
+        sonde.knn(queries[0], points, 3, index=ragged, batch=([0, 2, 5], batch))
+    nobody = points[:0]
+    assert (sonde.knn(queries[0], nobody, 3, index=sonde.PointIndex.build(nobody)).indices == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_hash_is_the_same(dtype):
+    """By the definition and by the kernels."""
+    pytest.importorskip("numba")
+    pytest.importorskip("triton")
+    from sonde.points.point_hash import cpu, gpu, reference
+
+    for shape in ((1, 0, 3), (0, 5, 3), (2, 50, 3), (3, 33, 1), (1, 40_000, 2)):
+        points = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert reference.point_hash(points).shape == shape[:1]
+        for given in (points, points.transpose(0, 2)):
+            for module, name in ((cpu, "numba"), (gpu, "triton")):
+                found = module.forward(given.to(Target(name).device)).cpu()
+                assert torch.equal(found, reference.point_hash(given))
+
+
+@pytest.mark.slow
+def test_compilers_compute_the_same_hash():
+    """In a compiled graph the definition may stand by itself, where no kernel is installed."""
+    from sonde.points.point_hash import reference
+
+    torch._dynamo.reset()
+    compiled = torch.compile(reference.point_hash, fullgraph=True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        points = torch.randn(2, 500, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert torch.equal(compiled(points), reference.point_hash(points))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_graph_says_it_in_its_results(name, numba_target):
+    """Nothing waits there: indices and counts are −1, distances, sums and all gradients NaN. Of the same points, the same bits."""
+    torch._dynamo.reset()
+    queries, points, features = made()
+    index = sonde.PointIndex.build(points)
+    compiled = torch.compile(
+        lambda q, p, f, index: tuple(SEARCHES[name](q, p, f, index=index)), fullgraph=True, backend="aot_eager"
+    )
+
+    def gradients():
+        leaf = [x.detach().requires_grad_() for x in (queries, points, features)]
+        leaf[1] = points.detach().requires_grad_()
+        results = compiled(*leaf, index)
+        out = next(x for x in reversed(results) if x.requires_grad)
+        return [x.detach() for x in results], torch.autograd.grad(out.sum(), leaf, allow_unused=True)
+
+    results, grads = gradients()
+    assert same_bits(results, tuple(SEARCHES[name](queries, points, features)))
+    points.data[5] += 0.01
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        results, grads = gradients()
+    for x in results[1:] if name == "radius_search" else results:
+        assert x.isnan().all() if x.is_floating_point() else (x == -1).all()
+    assert all(g.isnan().any() for g in grads if g is not None)
+    assert grads[0].isnan().any(1).sum() >= 20  # of 30 queries; some have no neighbour
+    torch._dynamo.reset()
+
+
+def test_is_built_and_used_in_exported_and_fake_graphs(numba_target):
+    class Model(torch.nn.Module):
+        def forward(self, q, p):
+            return sonde.knn(q, p, 3, index=sonde.PointIndex.build(p))
+
+    queries, points, _ = made()
+    program = torch.export.export(Model(), (queries, points))
+    assert same_bits(program.module()(queries, points), sonde.knn(queries, points, 3))
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        assert Model()(torch.empty(5, 3), torch.empty(200, 3)).indices.shape == (5, 3)
+
+
+def test_transforms_see_a_write(numba_target):
+    """torch.func hands over wrapped points, whose memory can be looked at all the same."""
+    queries, points, _ = made()
+    index = sonde.PointIndex.build(points)
+    length = lambda p: sonde.knn(queries, p, 3, index=index).distances.sum()
+    torch.func.grad(length)(points)
+    torch.vmap(lambda q: sonde.knn(q, points, 3, index=index).indices)(queries[None])
+    points.data[0] += 1
+    for call in (
+        lambda: torch.func.grad(length)(points),
+        lambda: torch.func.jvp(length, (points,), (points,)),
+        lambda: torch.vmap(lambda q: sonde.knn(q, points, 3, index=index).indices)(queries[None]),
+    ):
+        with pytest.raises(ValueError, match="knn: index must be that of these points"):
+            call()
+    rows = torch.stack([points, points])
+    got = torch.vmap(lambda p: sonde.knn(queries, p, 3, index=sonde.PointIndex.build(p)).distances)(rows)
+    assert same_bits([got[1]], [sonde.knn(queries, points, 3).distances])
+
+
+def test_no_dimensions():
+    with pytest.raises(ValueError, match=r"PointIndex\.build: points must have at least one dimension; got \[5, 0\]"):
+        sonde.PointIndex.build(torch.rand(5, 0))
+    with pytest.raises(ValueError, match=r"PointIndex\.build: points must have at least one dimension; got \[2, 5, 0\]"):
+        sonde.PointIndex.build(torch.rand(2, 5, 0))

@@ -41,6 +41,7 @@ class Form(NamedTuple):
     offsets: tuple[Tensor | None, Tensor | None]
     batched: bool
     impl: str
+    fresh: Tensor | None = None  # [B], whether the index is that of the points, if nobody could look
 
     def operands(self) -> tuple:
         """As the schemas have them first."""
@@ -55,7 +56,16 @@ class Form(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """A result as the caller's arguments have it."""
+        if self.fresh is not None:
+            x = sound(x, self.fresh.view(-1, *(1,) * (x.ndim - 1)))
         return x if self.batched else x.squeeze(0)
+
+
+def sound(x: Tensor, fresh: Tensor) -> Tensor:
+    """A result where the index is `fresh`; elsewhere −1, or NaN, which its gradients are, too."""
+    if not x.is_floating_point():
+        return torch.where(fresh, x, -1)
+    return x * torch.where(fresh, 1.0, torch.nan).to(x.dtype)
 
 
 def form(
@@ -69,6 +79,7 @@ def form(
     batch: Batch | None = None,
     impl: str = "auto",
     aggregates: bool = False,
+    waits: bool = False,
 ) -> Form:
     """Check a public call and bring it into the form of the registered operators, with what the algorithm needs sorted."""
     operands = {"queries": (queries, "M D"), "points": (points, "N D")}
@@ -85,8 +96,10 @@ def form(
         queries, points = _row(queries), _row(points)
         features = _row(features) if aggregates else None
     queries, points = queries.to(dtype).contiguous(), points.to(dtype).contiguous()
+    fresh = None
     if index is not None:
-        index = PointIndex.checked(index, name, source, dtype, segments[1])
+        usable = PointIndex.checked(index, name, source, dtype, segments[1])
+        fresh, index = index.fresh(name, source, waits), usable
     tensors: tuple[Tensor | None, ...] = (None,) * 6
     made: tuple[Tensor | None, ...] = ()
     if impl != "reference" and tiled(impl, n["M"], n["N"]):
@@ -99,7 +112,7 @@ def form(
             of_queries = build(queries.detach(), segments[0], impl)
             made, tensors = (*made, *of_queries), (*tensors[:3], *of_queries)
             plan.hold(*made)
-    return Form(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl)
+    return Form(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl, fresh)
 
 
 def _row(x: Tensor) -> Tensor:

@@ -8,14 +8,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ...op import checks
+from ...op import checks, plan
 from ...op.library import operator
 from ...op.plan import Impl
 from .._numbers import implementation, in_memory, offsets, plain
+from ..point_hash import point_hash
 from . import reference
 
 NAME = "PointIndex.build"
+REMEDY = "build it again with PointIndex.build(points)"
 
 
 def _check(points: Tensor, point_offsets: Tensor | None) -> dict[str, int]:
@@ -89,13 +92,33 @@ def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
     return points if known else None, levels
 
 
+def _planned() -> bool:
+    """Whether a plan is made, for which nothing is launched."""
+    return not torch.compiler.is_compiling() and plan.recording()
+
+
+def _hash_of(points: Tensor) -> Tensor:
+    """Of the caller's points, ``[B]``."""
+    seen = _seen(points)[0]
+    if seen is None:
+        return point_hash(_rows(points))
+    with temporarily_clear_interpreter_stack():  # no transform is to wrap what is only compared
+        return point_hash(_rows(seen))
+
+
+def _rows(points: Tensor) -> Tensor:
+    return points if points.ndim == 3 else points.unsqueeze(0)
+
+
 class PointIndex(NamedTuple):
     """Points sorted along a curve, with boxes around what lies together: built once, used by many calls.
 
     It serves every radius, every k, forward and backward of the points it was built from; passing it changes no bit of a
     result. Count, dimension, dtype and device are compared with those of the points that it is used with, and so are,
     outside of ``torch.compile``, their memory, its layout and its version: after an optimiser's step it must be built again.
-    For points that ``torch.vmap`` maps it is built inside of the function that is mapped.
+    What no version counts (writes through ``.data``, NumPy or on inference tensors) shows in a hash of the points' bits: on CPUs,
+    and in ``radius_search``, the call raises; on GPUs and in compiled graphs, where nothing may wait, indices are −1, counts −1,
+    and distances, sums and gradients NaN. For points that ``torch.vmap`` maps it is built inside of the function that is mapped.
 
     Example:
         >>> import torch, sonde
@@ -108,6 +131,7 @@ class PointIndex(NamedTuple):
     order: Tensor  # [B, N] int32
     sorted: Tensor  # [B, N, D]
     boxes: Tensor  # [B, nodes, 2, D]
+    hash: Tensor  # [B] int64, of the points' bits as the caller has them
     offsets: Tensor | None  # of ragged points
     shape: tuple[int, ...]  # the rest describes the points
     dtype: torch.dtype
@@ -122,20 +146,23 @@ class PointIndex(NamedTuple):
         """The index of points ``[N, D]`` or ``[B, N, D]``; `batch` are the offsets ``[S + 1]`` of ragged ones."""
         batched = isinstance(points, Tensor) and points.ndim == 3
         n = checks.shapes(NAME, points=(points, "B N D" if batched else "N D"))
+        if n["D"] == 0:
+            raise ValueError(f"{NAME}: points must have at least one dimension; got {list(points.shape)}")
         if batch is not None and batched:
             raise ValueError(f"{NAME}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
         segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
         chosen = implementation(NAME, impl, points, n["D"])
         dtype = torch.promote_types(points.dtype, torch.float32)
-        canonical = (points if batched else points.unsqueeze(0)).detach().to(dtype).contiguous()
+        canonical = _rows(points).detach().to(dtype).contiguous()
         made, seen = build(canonical, segments, chosen), _seen(points)[0]
-        return PointIndex(*made, segments, tuple(points.shape), points.dtype, None if seen is None else Memory(seen), chosen)
+        bits = points.new_zeros(canonical.shape[:1], dtype=torch.int64) if _planned() else _hash_of(points)
+        memory = None if seen is None else Memory(seen)
+        return PointIndex(*made, bits, segments, tuple(points.shape), points.dtype, memory, chosen)
 
     def checked(self, name: str, points: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> PointIndex | None:
         """Itself, if it was built from `points`; else an error. None where its numbers are not those of the search."""
         if not isinstance(self, PointIndex):
             raise TypeError(f"{name}: index must be a PointIndex; got {type(self).__name__}. Use PointIndex.build(points)")
-        remedy = "build it again with PointIndex.build(points)"
         for what, mine, theirs in (
             ("shape", list(self.shape), list(points.shape)),
             ("dtype", self.dtype, points.dtype),
@@ -143,11 +170,11 @@ class PointIndex(NamedTuple):
         ):
             if mine != theirs:
                 raise ValueError(
-                    f"{name}: index must be that of points, of {what} {theirs}; got {mine}. Did points change? Then {remedy}"
+                    f"{name}: index must be that of points, of {what} {theirs}; got {mine}. Did points change? Then {REMEDY}"
                 )
         segments = None if self.offsets is None else self.offsets.shape[0] - 1
         if segments != (None if offsets is None else offsets.shape[0] - 1):
-            raise ValueError(f"{name}: index must be built with the same batch as is searched; {remedy}")
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {REMEDY}")
         if (
             offsets is not None
             and self.offsets is not None
@@ -155,10 +182,27 @@ class PointIndex(NamedTuple):
             and offsets.device.type == "cpu"
             and not torch.equal(offsets, self.offsets)
         ):
-            raise ValueError(f"{name}: index must be built with the same batch as is searched; {remedy}")
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {REMEDY}")
         seen, levels = _seen(points)
         if levels != _seen(self.sorted)[1]:
             raise ValueError(f"{name}: index must be mapped by torch.vmap where points are; build it inside of the mapped function")
         if seen is not None and self.memory is not None and not self.memory.holds(seen):
-            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {remedy}")
+            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")
         return self if self.sorted.dtype == dtype else None
+
+    def fresh(self, name: str, points: Tensor, waits: bool) -> Tensor | None:
+        """Whether `points` have the bits that it was built from: None if so, an error if not, as far as anyone can look now.
+
+        Elsewhere, and on a GPU unless the caller `waits` for it anyway, a tensor ``[B]`` says so.
+        """
+        if _planned():
+            return None
+        now = _hash_of(points)
+        seen, then = _seen(points)[0], _seen(self.hash)[0]
+        if seen is None or then is None or not (waits or seen.device.type == "cpu"):
+            return now == self.hash
+        with temporarily_clear_interpreter_stack():
+            same = torch.equal(now, then)
+        if not same:
+            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")
+        return None

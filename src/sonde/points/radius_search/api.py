@@ -56,7 +56,7 @@ _radius_search = operator(
 
 def _form(queries, points, radius, index, batch, impl) -> tuple[shared.Form, float]:
     radius = positive(NAME, "radius", radius)
-    form = shared.form(NAME, queries, points, index=index, batch=batch, impl=impl)
+    form = shared.form(NAME, queries, points, index=index, batch=batch, impl=impl, waits=True)
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_batchedtensor, (form.queries, form.points))):
         raise ValueError(f"{NAME}: the size of the result depends on the data, so torch.vmap cannot map it; use radius_neighbors")
     return form, radius
@@ -105,4 +105,7 @@ def radius_search(
         Ball(offsets=tensor([0, 2, 3]), indices=tensor([0, 1, 3]), distances=tensor([0., 1., 0.]))
     """
     form, radius = _form(queries, points, radius, index, batch, impl)
-    return Ball(*form.call(_radius_search, *form.operands(), radius))
+    offsets, indices, distances = form.call(_radius_search, *form.operands(), radius)
+    if form.fresh is not None:  # in a graph
+        indices, distances = (shared.sound(x, form.fresh.all()) for x in (indices, distances))
+    return Ball(offsets, indices, distances)

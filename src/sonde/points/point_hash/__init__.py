@@ -1,0 +1,3 @@
+from .api import point_hash
+
+__all__ = ["point_hash"]
