@@ -119,6 +119,7 @@ def search(D: int, k: int, F: int, dtype: str, coords: str, ragged: bool) -> Non
     queries, points = (torch.empty(1, n, D, dtype=getattr(torch, coords)) for n in (50, N))
     offsets = [torch.tensor([0, 20, n]) if ragged else None for n in (50, N)]
     index = (*_gpu_index.build(points, offsets[1]), *_gpu_index.build(queries, offsets[0]))
+    import_module("sonde.points.point_hash.gpu").forward(points)
     features = torch.empty(1, N, F, dtype=getattr(torch, dtype))
     for operator, args, graded in (
         ("knn", (queries, points, *index, *offsets, k), 0),

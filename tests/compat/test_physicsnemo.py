@@ -111,6 +111,15 @@ def test_arguments():
         assert list(inspect.signature(getattr(physicsnemo, name)).parameters) == arguments
 
 
+def test_flags_are_flags():
+    """A tensor in the place of one is refused by name."""
+    queries, points, _ = made()
+    for name in ("return_dists", "return_points"):
+        for bad in (points, "yes", None):
+            with pytest.raises(TypeError, match=rf"radius_search: {name} must be True or False; got {type(bad).__name__}"):
+                physicsnemo.radius_search(points, queries, 0.4, **{name: bad})
+
+
 def test_one_graph():
     """With a number of neighbours that is known; the original breaks the graph without Warp's operator."""
     torch._dynamo.reset()

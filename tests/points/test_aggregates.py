@@ -202,6 +202,9 @@ WRONG = {
     "k must be an integer >= 1; got 0": dict(k=0),
     "k must be an integer >= 1; got -2": dict(k=-2),
     "k must be an integer >= 1; got 2.0": dict(k=2.0),
+    "k must be less than 2³¹; got 9223372036854775808": dict(k=2**63),
+    "k must be less than 2³¹; got 2147483648": dict(k=2**31, queries=torch.rand(0, 3)),
+    "k=2147483647 neighbours of 1000 queries take ": dict(k=2**31 - 1, queries=torch.rand(1000, 3)),
     "k must be an integer >= 1; got True": dict(k=True),
     "radius must be a number > 0; got 0": dict(radius=0),
     "radius must be a number > 0; got -1.0": dict(radius=-1.0),
@@ -230,6 +233,11 @@ WRONG = {
     "query_offsets must be int64 or int32; got torch.float32": dict(batch=(torch.tensor([0.0, 9.0]), [0, 80])),
     "query_offsets must be a vector of S + 1 offsets; got [1, 2]": dict(batch=(torch.tensor([[0, 9]]), [0, 80])),
     "query_offsets must be an integer tensor or a list of integers; got 'ab'": dict(batch=("ab", [0, 80])),
+    "query_offsets must be an integer tensor or a list of integers; got b'": dict(batch=(bytes([0, 9]), [0, 80])),
+    "point_offsets must be an integer tensor or a list of integers; got bytearray": dict(batch=([0, 9], bytearray([0, 80]))),
+    "query_offsets must ascend from 0 to 9, where the last segment ends; got [0, 1180591620717411303424]": dict(
+        batch=([0, 2**70], [0, 80])
+    ),
     "impl='cuda' must be one of 'auto'": dict(impl="cuda"),
 }
 
@@ -334,6 +342,8 @@ def test_every_width(name, dtype, impl):
                     assert all((g == 0).all() for g in (*grads[:2], *grads[3:])), f"σ = {sigma}"
         else:
             assert all(g.isfinite().all() for g in grads), f"σ = {sigma}"
+    huge = call(name, impl.impl, 10**400, reach=10**400, k=6)(query, points, features)
+    torch.testing.assert_close(huge, features.mean(0, keepdim=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

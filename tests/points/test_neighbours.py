@@ -239,3 +239,19 @@ def test_more_dimensions(numba_target):
         sonde.knn(queries, points, 4, impl="numba")
     index = sonde.PointIndex.build(points)
     assert torch.equal(sonde.knn(queries, points, 4, index=index).indices, sonde.knn(queries, points, 4).indices)
+
+
+@pytest.mark.parametrize("name", ["knn", "radius_neighbors", "knn_aggregate"])
+def test_more_neighbours_than_points(name, impl):
+    """Any k that there is room for is padded."""
+    g = torch.Generator().manual_seed(0)
+    queries, points = (torch.rand(n, 3, generator=g).to(impl.device) for n in (2, 5))
+    k = 64 if impl.impl == "triton" else 1000
+    if name == "knn_aggregate":
+        few, many = (sonde.knn_aggregate(queries, points, points, n, impl=impl.impl) for n in (5, k))
+        return torch.testing.assert_close(few, many)
+    args = (0.7, k) if name == "radius_neighbors" else (k,)
+    found = getattr(sonde, name)(queries, points, *args, impl=impl.impl)
+    assert found.indices.shape == (2, k)
+    assert (found.indices[:, 5:] == -1).all()
+    assert (found.distances[:, 5:] == torch.inf).all()

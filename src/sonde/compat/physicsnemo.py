@@ -81,6 +81,9 @@ def radius_search(
         Indices ``[M, max_points]``, or for all neighbours pairs ``[2, count]`` (query, point), of batches triples ``[3, count]``
         (row, query, point), ascending by query and distance; then points and distances, if asked for. One tensor comes alone.
     """
+    for name, value in (("return_dists", return_dists), ("return_points", return_points)):
+        if not isinstance(value, (bool, int)):
+            raise TypeError(f"radius_search: {name} must be True or False; got {type(value).__name__}")
     if max_points is None:
         indices, chosen, distances = _pairs(points, queries, radius, return_points)
     else:

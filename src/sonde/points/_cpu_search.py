@@ -116,7 +116,7 @@ def neighbours(
     truncated,  # [B*M]; empty where the k nearest of all are wanted
 ):
     """The neighbours of queries `start` to `stop` of `rows`."""
-    best, which = np.empty(k, distances.dtype), np.empty(k, np.int64)
+    best, which = np.empty(min(k, N), distances.dtype), np.empty(min(k, N), np.int64)
     stack, lows = np.empty(128, np.int64), np.empty(128, distances.dtype)
     leaves = np.empty(N // 8 + 1 if truncated.size else 0, np.int64)
     for at in range(start, stop):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op import checks, plan
-from ._numbers import implementation, offsets, plain, positive
+from ._numbers import columns, implementation, offsets, plain, positive
 from .point_index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
@@ -89,6 +89,8 @@ def form(
     n = checks.shapes(name, **{key: (x, f"B {letters}" if batched else letters) for key, (x, letters) in operands.items()})
     if n["D"] == 0:
         raise ValueError(f"{name}: points must have at least one dimension; got {list(points.shape)}")
+    if k is not None:
+        columns(name, k, n.get("B", 1) * n["M"], queries)
     segments = _offsets(name, batch, batched, n["M"], n["N"], queries.device)
     impl = implementation(name, impl, queries, n["D"], k, n.get("B", 1) * n["M"])
     source, dtype = points, torch.promote_types(torch.promote_types(queries.dtype, points.dtype), torch.float32)

@@ -70,8 +70,8 @@ def knn(
       \text{the } k \text{ least by } (d_{ij}^2,\, j)$$
 
     Convention:
-        Distances are those of differences, in float32 or, for float64 coordinates, float64, each operation rounded: every
-        implementation has the same bits and the same ties, and ties go to the lower index. A point or a query that is not
+        Distances are those of differences, in float32 or, for float64 coordinates, float64, each operation rounded, the root too:
+        every implementation has the same bits and the same ties, and ties go to the lower index. A point or a query that is not
         finite has no neighbours, nor is there one at an infinite distance. Where there are fewer than k, distances are +inf
         and indices −1. Distances are differentiable in queries and points; at d = 0 the subgradient is 0. Every result
         and every gradient of a kernel is deterministic. 1 to 3 dimensions are fused, more go through the reference, and on GPUs so
@@ -80,7 +80,7 @@ def knn(
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
-        k: How many, at least 1; GPU kernels have up to 64.
+        k: How many, at least 1, and as many as there is room for; GPU kernels have up to 64.
         index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
         batch: Ragged batches: ``(query_offsets, point_offsets)``, each ``[S + 1]``, ascending from 0; a query sees the points
             of its own segment. Tensors on a GPU are not looked into.

@@ -84,7 +84,8 @@ def knn_aggregate(
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
         k: How many neighbours, at least 1; GPU kernels have up to 64.
-        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``; all segments of a ragged batch share one.
+        sigma: σ > 0, however small or large; of an infinite one the weights are equal. A number, a tensor ``[]`` or, for batches,
+            one ``[B]``; all segments of a ragged batch share one.
         index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.

@@ -83,7 +83,8 @@ def radius_aggregate(
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
         radius: Greater than 0.
-        sigma: σ > 0: a number, a tensor ``[]`` or, for batches, one ``[B]``; all segments of a ragged batch share one.
+        sigma: σ > 0, however small or large; of an infinite one the weights are equal. A number, a tensor ``[]`` or, for batches,
+            one ``[B]``; all segments of a ragged batch share one.
         index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
