@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import jit, run
+from ...op.cpu import array, jit, run
 from ...op.plan import Determinism, Kernel
 from .reference import START, STEP, bits_of
 
@@ -20,7 +20,7 @@ def forward(points: Tensor) -> Tensor:
     pieces = max(1, -(-n // PIECE))
     parts = torch.empty(B * pieces, dtype=torch.int64, device=points.device)
     bits = bits_of(points.contiguous()).view(-1)
-    run(add, B * pieces, n, pieces, np.int64(START), np.int64(STEP), bits.numpy(), parts.numpy(), grain=32)
+    run(add, B * pieces, n, pieces, np.int64(START), np.int64(STEP), array(bits), array(parts), grain=32)
     return parts.view(B, pieces).sum(1)
 
 
