@@ -354,7 +354,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         return buffer.as_strided(t.shape, t.stride(), pad)
 
     library.forget()  # what was decided has found its functions
-    reused, memory._owners = memory._owners, None
+    reused, memory._use_count = memory._use_count, None
     owners: list[tuple] = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
     guards = torch._C._dynamo.guards
@@ -370,7 +370,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
                 setattr(owner, n, real)
             else:
                 delattr(owner, n)
-        memory._owners = reused
+        memory._use_count = reused
         library.forget()
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
@@ -458,7 +458,7 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
     _around(monkeypatch, operator.kernels(impl), watch)
     for device in ("cpu", "cuda"):  # no mode sees what these do
         monkeypatch.delattr(torch._C._dynamo.guards, f"_empty_strided_{device}", raising=False)
-    monkeypatch.setattr(memory, "_owners", None)  # nor memory that is used again
+    monkeypatch.setattr(memory, "_use_count", None)  # nor memory that is used again
     return found
 
 

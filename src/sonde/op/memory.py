@@ -1,15 +1,17 @@
 """Where results of CPU kernels lie: in the memory of earlier ones, else on large pages where Linux gives them.
 
 A page that the system has just handed out is cleared by it first, and on virtual machines asked of the host: of the gradient of
-45 MB that a decoder's backward pass makes, that takes thirteen of twenty-one milliseconds. So memory of late results is kept,
-``ROOM`` bytes at most, and what has no other owner left becomes the next result of its size. A result has a storage of its own, a
-slice of the one that is kept and that nobody else sees: whoever watches a storage sees it go. (It can not grow, as no slice can.)
+45 MB that a decoder's backward pass makes, that takes thirteen of twenty-one milliseconds. So the storages of late results are
+kept, ``ROOM`` bytes at most, and one that has no other owner left becomes that of the next result of its size. It is an ordinary
+storage that can be resized, shared or freed by whoever has the result; what is no longer as it was made is not used again.
+Since storages come back, the identity of a storage does not tell one result from a later one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
@@ -21,21 +23,39 @@ from torch import Tensor
 ROOM = 1 << 27
 SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
 LARGE_PAGE = 1 << 21
-_kept: deque[torch.UntypedStorage] = deque(maxlen=16)
-_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Kept:
+    """A storage that may be used again, once it has no more owners, in C++ and in Python, than before its first result."""
+
+    def __init__(self, size: int) -> None:
+        self.storage, self.size = _fresh((size,), torch.uint8).untyped_storage(), size
+        self.alone = self._owners()
+
+    def _owners(self) -> tuple[int, int]:
+        return _use_count(self.storage._cdata), sys.getrefcount(self.storage)  # type: ignore[misc]
+
+    def is_unowned(self) -> bool:
+        return self._owners() == self.alone
+
+    def is_as_made(self) -> bool:
+        """False once it was resized, shared with another process, or read by NumPy, after which nobody can resize it."""
+        return self.storage.nbytes() == self.size and self.storage.resizable() and not self.storage.is_shared()
+
+
+_kept: deque[Kept] = deque(maxlen=16)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     size = prod(shape) * dtype.itemsize
-    if _owners is None or not SMALLEST <= size <= ROOM:
+    if _use_count is None or not SMALLEST <= size <= ROOM:
         return _fresh(shape, dtype, memory_format)
-    storage = _nobodys(size)
-    if storage is None:
-        storage = _fresh((size,), torch.uint8).untyped_storage()
+    kept = _unowned(size) or Kept(size)
     strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    found = torch.empty(0, dtype=dtype, device="cpu").set_(storage[:], 0, tuple(shape), strides)  # type: ignore[call-overload]
-    _kept.append(storage)
-    while sum(one.nbytes() for one in _kept.copy()) > ROOM:
+    found = torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, tuple(shape), strides)  # type: ignore[call-overload]
+    _kept.append(kept)
+    while sum(one.size for one in _kept.copy()) > ROOM:
         _oldest()
     return found
 
@@ -59,19 +79,22 @@ def forget() -> None:
     _kept.clear()
 
 
-def _nobodys(size: int) -> torch.UntypedStorage | None:
-    """What is kept, has this size and no slice. It is taken out before it is looked at, so that no other thread has it."""
+def _unowned(size: int) -> Kept | None:
+    """One of this size that nobody has. It is taken out before it is looked at, so that no other thread has it."""
     for _ in range(len(_kept)):
-        storage = _oldest()
-        if storage is None:
+        kept = _oldest()
+        if kept is None:
             break
-        if storage.nbytes() == size and _owners(storage._cdata) == 1:  # type: ignore[misc]
-            return storage
-        _kept.append(storage)
+        if not kept.is_unowned():
+            _kept.append(kept)
+        elif kept.is_as_made():
+            if kept.size == size:
+                return kept
+            _kept.append(kept)
     return None
 
 
-def _oldest() -> torch.UntypedStorage | None:
+def _oldest() -> Kept | None:
     try:
         return _kept.popleft()
     except IndexError:  # other threads were quicker
