@@ -24,8 +24,10 @@ from ..op.library import memory_format
 from ..op.memory import dense, empty, is_dense, zeros
 from ..op.plan import Determinism, Kernel
 from ._cpu_form_kernels import per_channel, per_query
+from ._cpu_sums import BLOCK
 
 Opt = Tensor | None
+PER_HEAD = ("coef", "rows")  # the other derivatives are sums over heads
 
 
 def derivatives(
@@ -33,6 +35,27 @@ def derivatives(
 ) -> list[Tensor]:
     """∂T/∂x for each x in `of`: in the dtype of x, or in the accumulator's where x is not given."""
     wide = accumulator(images, samples, depths, coef, rows)
+    given = dict(images=images, samples=samples, depths=depths, coef=coef, rows=rows)
+    heads = _heads(coef, rows)
+    if heads <= BLOCK:
+        found = _derivatives(of, wide, images, samples, depths, octaves, coef, rows)
+    else:  # kernels add up the heads of a block one by one, and blocks are added up here
+        found = {}
+        for first in range(0, heads, BLOCK):
+            some = [None if x is None else x[:, first : first + BLOCK] for x in (coef, rows)]
+            for x, grad in _derivatives(of, wide, images, samples, depths, octaves, *some).items():
+                shape = (grad.shape[0], heads, *grad.shape[2:])
+                if x in PER_HEAD:
+                    found.setdefault(x, empty(shape, wide))[:, first : first + BLOCK] = grad
+                else:
+                    found[x] = found[x].add_(grad) if x in found else grad.double()
+    dtypes = {x: wide if value is None else value.dtype for x, value in given.items()}
+    return [found[x].to(dtypes[x]) for x in of]
+
+
+def _derivatives(
+    of: Sequence[str], wide: torch.dtype, images: Tensor, samples: Tensor, depths: Opt, octaves: int, coef: Opt, rows: Opt
+) -> dict[str, Tensor]:
     B, C, H, W = images.shape
     shapes = _shapes(images, samples, octaves, coef, rows)
     values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
@@ -42,12 +65,11 @@ def derivatives(
     found: dict[str, Tensor] = {}
     if "images" in of:
         layout = memory_format(images, True)
-        grad = empty(images.shape, wide, layout)
+        found["images"] = grad = empty(images.shape, wide, layout)
         strides = (1, C) if layout == torch.channels_last else (H * W, 1)
         flat = grad.permute(0, 2, 3, 1) if layout == torch.channels_last else grad
         blocks, width = _blocks(B, C)
         run(per_channel, B * blocks, width, H, W, C, *given, powers, array(flat.reshape(-1)), *strides, slices_per_thread=1)
-        found["images"] = grad.to(images.dtype)
     if asked := [x for x in of if x != "images"]:
         # rows are written whole, the others only where a sample sees the image
         grads = {x: (empty if x == "rows" else zeros)(shapes[x], wide) for x in asked}
@@ -56,9 +78,8 @@ def derivatives(
         pixels = array(dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C))
         enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
         run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)
-        dtypes = {x: value.dtype for x, value in dict(values, depths=depths).items() if value is not None}
-        found |= {x: grad.to(dtypes.get(x, wide)) for x, grad in grads.items()}
-    return [found[x] for x in of]
+        found |= grads
+    return found
 
 
 def kernels(
@@ -95,8 +116,12 @@ def kernels(
 
 def _shapes(images: Tensor, samples: Tensor, octaves: int, coef: Opt, rows: Opt) -> dict[str, tuple[int, ...]]:
     B, C, Q, D = *images.shape[:2], *samples.shape[1:3]
-    h = next(x.shape[1] for x in (coef, rows) if x is not None)
+    h = _heads(coef, rows)
     return dict(samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves))
+
+
+def _heads(coef: Opt, rows: Opt) -> int:
+    return next(x.shape[1] for x in (coef, rows) if x is not None)
 
 
 def _blocks(B: int, C: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..op.cpu import exact_part, jit, part
 from ..op.lanes import LANES, fma, load, spread, store, total
+from ._cpu_sums import BLOCK, HITS, LENGTH, clear, crowd_of, flush, met, move, settle
 
 TILE = 32  # samples of a query in work at one time: their taps stay in the first cache
 
@@ -44,7 +45,9 @@ def per_query(
     c = np.zeros((TILE, heads + 1), dtype)
     row = np.zeros((heads, plain), dtype)
     g_row = np.zeros((heads, padded), dtype)
-    dot = np.empty(heads, dtype)
+    whole = np.zeros((heads if D > BLOCK else 0, padded), np.float64)  # what blocks of g_row add up to
+    flat_row = g_row.reshape(1, g_row.size)
+    dot = np.empty(heads, np.float64)
 
     for n in range(start, stop):
         b, q = n // Q, n % Q
@@ -56,6 +59,7 @@ def per_query(
             for j in range(h):
                 for k in range(padded):
                     g_row[j, k] = 0
+            whole[:] = 0
         for first in range(0, D, TILE):
             m = _locate(b, q, first, min(first + TILE, D), H, W, samples, at, corner, weight)
             if F:
@@ -66,6 +70,9 @@ def per_query(
                 _tap(m, pixels, corner, weight, tap)
             if want_rows:
                 _combine(m, c, tap, g_row)
+                if D > BLOCK and (first + TILE) % BLOCK == 0:
+                    for j in range(h):
+                        move(flat_row, j * padded, (j + 1) * padded, whole, j)
             for i in range(m):
                 d = at[i]
                 if want_coef:
@@ -85,7 +92,7 @@ def per_query(
         if want_rows:
             for j in range(h):
                 for k in range(plain):
-                    g_rows[b, j, q, k] = g_row[j, k]
+                    g_rows[b, j, q, k] = g_row[j, k] + whole[j, k] if D > BLOCK else g_row[j, k]
 
 
 @jit
@@ -116,6 +123,8 @@ def per_channel(
     c = np.zeros((TILE, h + 1), dtype)
     row = np.zeros((h, width), dtype)
     image = np.empty((H * W, width + LANES), dtype)  # room to write whole lanes
+    flat, across = image.reshape(1, image.size), width + LANES
+    crowd = crowd_of(H * W, Q * D, 4, width)
 
     for n in range(start, stop):
         b, low = n // blocks, n % blocks * width
@@ -124,6 +133,7 @@ def per_channel(
         for p in range(H * W):
             for k in range(width + LANES):
                 image[p, k] = 0
+        clear(crowd)
         for q in range(Q):
             for j in range(h):
                 for k in range(middle - low):
@@ -137,7 +147,12 @@ def per_channel(
                 while i < m:
                     stop_at = _run_of(i, m, corner)
                     _scatter(i, stop_at, h, low, middle, high, b * H * W, 2 * F, plain, c, row, wave, corner, weight, image)
+                    if met(corner[i, 0] - b * H * W, HITS, crowd):
+                        for j in range(4):
+                            p = corner[i, j] - b * H * W
+                            flush(p, flat, p * across, p * across + width, crowd)
                     i = stop_at
+        settle(flat, width, crowd)
         for first in range(0, H * W, LANES):  # a transposition, by pieces that stay in the cache
             for k in range(high - low):
                 for p in range(first, min(first + LANES, H * W)):
@@ -187,10 +202,11 @@ def _pick(b, q, m, at, coef, c):
     """c[i] = the heads' coefficients of the samples listed, and their sum."""
     h = coef.shape[1]
     for i in range(m):
-        c[i, h] = 0
+        whole = 0.0
         for j in range(h):
             c[i, j] = coef[b, j, q, at[i]]
-            c[i, h] += c[i, j]
+            whole += c[i, j]
+        c[i, h] = whole
 
 
 @part
@@ -223,16 +239,21 @@ def _combine(m, c, tap, g_row):
 @part
 def _dots(i, n, F, tap, row, wave, dot):
     """dot[j] = tap[i]·row[j], four heads at a time, and the encoded channels for all."""
-    shared = spread(tap.dtype.type(0))
+    zero = spread(tap.dtype.type(0))
+    shared = zero
     for k in range(0, 2 * F, LANES):
         shared = fma(load(tap, i, n + k, n + 2 * F), load(wave, 0, i * 2 * F + k, (i + 1) * 2 * F), shared)
     for j in range(0, row.shape[0], 4):
         s0, s1, s2, s3 = shared, shared, shared, shared
-        for k in range(0, n, LANES):
-            v = load(tap, i, k, n)
-            s0, s1 = fma(v, load(row, j, k, n), s0), fma(v, load(row, j + 1, k, n), s1)
-            s2, s3 = fma(v, load(row, j + 2, k, n), s2), fma(v, load(row, j + 3, k, n), s3)
-        dot[j], dot[j + 1], dot[j + 2], dot[j + 3] = total(s0), total(s1), total(s2), total(s3)
+        t0, t1, t2, t3 = 0.0, 0.0, 0.0, 0.0
+        for first in range(0, max(n, 1), LENGTH):
+            for k in range(first, min(first + LENGTH, n), LANES):
+                v = load(tap, i, k, n)
+                s0, s1 = fma(v, load(row, j, k, n), s0), fma(v, load(row, j + 1, k, n), s1)
+                s2, s3 = fma(v, load(row, j + 2, k, n), s2), fma(v, load(row, j + 3, k, n), s3)
+            t0, t1, t2, t3 = t0 + total(s0), t1 + total(s1), t2 + total(s2), t3 + total(s3)
+            s0, s1, s2, s3 = zero, zero, zero, zero
+        dot[j], dot[j + 1], dot[j + 2], dot[j + 3] = t0, t1, t2, t3
 
 
 @part
@@ -250,16 +271,20 @@ def _corner_dots(i, h, n, F, c, row, wave, pixels, corner):
     p0, p1, p2, p3 = corner[i, 0], corner[i, 1], corner[i, 2], corner[i, 3]
     zero = spread(row.dtype.type(0))
     s0, s1, s2, s3 = zero, zero, zero, zero
-    for k in range(0, n, LANES):
-        v = _mix(i, k, n, h, c, row)
-        s0, s1 = fma(v, load(pixels, p0, k, n), s0), fma(v, load(pixels, p1, k, n), s1)
-        s2, s3 = fma(v, load(pixels, p2, k, n), s2), fma(v, load(pixels, p3, k, n), s3)
     C = n + 2 * F
     for k in range(n, C, LANES):
         v = fma(c[i, h], load(wave, 0, i * 2 * F + k - n, (i + 1) * 2 * F), zero)
         s0, s1 = fma(v, load(pixels, p0, k, C), s0), fma(v, load(pixels, p1, k, C), s1)
         s2, s3 = fma(v, load(pixels, p2, k, C), s2), fma(v, load(pixels, p3, k, C), s3)
-    return total(s0), total(s1), total(s2), total(s3)
+    t0, t1, t2, t3 = 0.0, 0.0, 0.0, 0.0
+    for first in range(0, max(n, 1), LENGTH):
+        for k in range(first, min(first + LENGTH, n), LANES):
+            v = _mix(i, k, n, h, c, row)
+            s0, s1 = fma(v, load(pixels, p0, k, n), s0), fma(v, load(pixels, p1, k, n), s1)
+            s2, s3 = fma(v, load(pixels, p2, k, n), s2), fma(v, load(pixels, p3, k, n), s3)
+        t0, t1, t2, t3 = t0 + total(s0), t1 + total(s1), t2 + total(s2), t3 + total(s3)
+        s0, s1, s2, s3 = zero, zero, zero, zero
+    return t0, t1, t2, t3
 
 
 @part

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +24,9 @@ from ..op.lanes import LANES
 from ..op.memory import dense, empty, is_dense, zeros
 from ..op.plan import Determinism, Kernel
 from ._cpu_pyramid_kernels import per_channel, per_unit
+from ._cpu_sums import BLOCK, LENGTH
+
+LEVELS = 8  # of sixteen places, that kernels add up in one go
 
 
 class Problem(NamedTuple):
@@ -56,10 +60,13 @@ class Problem(NamedTuple):
 def forward(p: Problem, levels: Sequence[int], features: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     """``[units, G·D]``"""
     wide = accumulator(features, locations, weights)
-    out = empty((p.units, p.G * p.D), wide)
     at, by = dense(locations, wide), dense(weights, wide)
-    _per_unit(p, levels, features, at, by, out=out)
-    return out.to(features.dtype)
+    sums = []
+    for low, high in _cuts(p.L, LEVELS):
+        some, few, chosen = _of_levels(p, levels, by, low, high)
+        sums.append(empty((p.units, p.G * p.D), wide))
+        _per_unit(some, few, features, at, chosen, out=sums[-1])
+    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float64)).to(features.dtype)
 
 
 def backward(
@@ -67,15 +74,66 @@ def backward(
 ) -> list[Tensor]:
     wide = accumulator(features, locations, weights)
     at, by, grad = (dense(x, wide) for x in (locations, weights, grad))
-    rest = [zeros(x.shape, wide) if need else None for x, need in zip((locations, weights), needs[1:])]
-    cut, found = _pieces(p, torch.get_num_threads()), []  # once: someone may change the number of threads meanwhile
-    at_once = _at_once(cut, needs)
+    parts = _parts(p)
+    if len(parts) == 1:
+        found = _backward(p, levels, grad, features, at, by, needs)
+    else:
+        found = _backward_by_parts(p, parts, levels, grad, features, at, by, needs)
+    return [g.view(x.shape).to(x.dtype) for g, x in zip(found, (features, locations, weights)) if g is not None]
+
+
+def _backward(
+    p: Problem, levels: Sequence[int], grad: Tensor, features: Tensor, at: Tensor, by: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    rest = [zeros(x.shape, at.dtype) if need else None for x, need in zip((at, by), needs[1:])]
+    cut = _pieces(p, torch.get_num_threads())  # once: someone may change the number of threads meanwhile
+    at_once, of_features = _at_once(cut, needs), None
     if needs[0]:
         others = (features, *rest) if at_once else (None, None, None)
-        found = [_per_channel(p, cut, levels, at, by, grad, *others).view(features.shape).to(features.dtype)]
+        of_features = _per_channel(p, cut, levels, at, by, grad, *others)
     if any(needs[1:]) and not at_once:
         _per_unit(p, levels, features, at, by, grad, None, *rest)
-    return found + [g.to(x.dtype) for g, x in zip(rest, (locations, weights)) if g is not None]
+    return [of_features, *rest]
+
+
+Part = tuple[int, int, int, int, int, int]  # levels, groups and channels of a group, from and to
+
+
+def _parts(p: Problem) -> list[Part]:
+    """Kernels add up levels, groups and channels of a group in one go; where those are many, some at a time, and the parts here."""
+    return [(*l, *g, *d) for l, g, d in product(_cuts(p.L, LEVELS), _cuts(p.G, BLOCK), _cuts(p.D, LENGTH))]  # noqa: E741
+
+
+def _cuts(n: int, most: int) -> list[tuple[int, int]]:
+    return [(i, min(i + most, n)) for i in range(0, max(1, n), most)]
+
+
+def _of_levels(p: Problem, levels: Sequence[int], by: Tensor, low: int, high: int) -> tuple[Problem, Sequence[int], Tensor]:
+    """The problem with some of the levels, what they are, and their weights."""
+    if high - low == p.L:
+        return p, levels, by
+    some = np.array(levels, np.int64).reshape(-1, p.L, 3)[:, low:high].flatten().tolist()
+    return p._replace(L=high - low), some, by.view(-1, p.L, p.G)[:, low:high].contiguous()
+
+
+def _backward_by_parts(
+    p: Problem, parts: Sequence[Part], levels: Sequence[int], grad: Tensor, features: Tensor, at: Tensor, by: Tensor,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Sums of parts in float64; the softmax's derivative is linear, so that it, too, is a sum of parts."""
+    shapes = (p.B * p.S, p.heads, p.G, p.D), at.shape, (p.units * p.M, p.L, p.G)
+    sums = [at.new_zeros(shape, dtype=torch.float64) if need else None for shape, need in zip(shapes, needs)]
+    rows, of_result = features.reshape(-1, p.heads, p.G, p.D), grad.view(p.units, p.G, p.D)
+    for l0, l1, g0, g1, d0, d1 in parts:
+        some, few, chosen = _of_levels(p, levels, by, l0, l1)
+        chosen = chosen.view(-1, l1 - l0, p.G)[..., g0:g1].contiguous()
+        some = some._replace(G=g1 - g0, D=d1 - d0)
+        given = of_result[:, g0:g1, d0:d1].contiguous(), rows[:, :, g0:g1, d0:d1].contiguous(), at, chosen
+        where = (slice(None), slice(None), slice(g0, g1), slice(d0, d1)), (...,), (slice(None), slice(l0, l1), slice(g0, g1))
+        for total, place, found in zip(sums, where, _backward(some, few, *given, needs)):
+            if total is not None and found is not None:
+                total[place] += found.view(total[place].shape)
+    return sums
 
 
 def kernels(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..op.cpu import array_part, exact_part, jit, part
+from ..op.cpu import array_part, called_part, exact_part, jit, part
 from ..op.lanes import (
     LANES,
     cast,
@@ -25,8 +25,10 @@ from ..op.lanes import (
     where,
     zipped,
 )
+from ._cpu_sums import COUNTED, FULL, chance, clear, crowd_of, flush, met, settle
 
 TILE = 64  # samples of a unit in work at one time, or sixteen places in all their levels
+TILES = 32  # that are added up in the dtype of the operands, and such sums in float64
 
 
 @jit
@@ -58,6 +60,7 @@ def per_unit(
     share = np.empty((each if logits else 0, 1), features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, -(-D // LANES) * LANES), features.dtype)
+    whole = np.empty(G * D if tiles > TILES else 0, np.float64)
 
     here, found = 0, 0  # `found` samples of the tile in work are listed from `here` on
     for t in range(start * tiles, stop * tiles + 1):  # while tile t − 1 is in work, the pixels of tile t are sent for
@@ -80,9 +83,12 @@ def per_unit(
             if i < found:
                 _dots(here + i, n, n * each, D, features, coef, own, samples, row, g_locations, g_weights)
         if n >= start and want_out:  # by tiles, lest a sum of thousands swallow the last digits of each
-            for g in range(G):
-                for k in range(D):
-                    out[n, g * D + k] = out[n, g * D + k] + row[g, k] if m else row[g, k]
+            if tiles > TILES:
+                _add_up((t - 1) % tiles, tiles, n, D, row, out, whole)
+            else:
+                for g in range(G):
+                    for k in range(D):
+                        out[n, g * D + k] = out[n, g * D + k] + row[g, k] if m else row[g, k]
         if n >= start and logits and m + step >= M:
             _through_softmax(n * each, share, g_weights)
         here, found = there, coming
@@ -125,12 +131,16 @@ def per_channel(
     share = np.empty((each if logits else 0, 1), g_features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, per_group * LANES), g_features.dtype)
+    crowd = crowd_of((S + 1) * many, Q * each * many, 4, G * D)  # pixels of heads; one more for corners outside
 
     for task in range(start, stop):
         b, head, low = task // (cuts * pieces), task // pieces % cuts * many, task % pieces * width
         those, high = min(many, heads - head), min(low + width, G * per_group)
         groups = low // per_group, -(-high // per_group)
         begin, size = groups[0] * D, (groups[1] - groups[0]) * D  # what is sent for: all of these groups
+        lowest = groups[0] * D + low % per_group * LANES  # and what is added to
+        highest = (groups[1] - 1) * D + min(D, ((high - 1) % per_group + 1) * LANES)
+        clear(crowd)
         here, found = 0, 0
         for t in range(Q * those * tiles + 1):  # as above
             unit, m, there, coming = t // tiles, t % tiles * step, room - here, 0
@@ -155,9 +165,34 @@ def per_channel(
                     _scatter(here + i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_features)
                     if more:
                         _dots(here + i, n, n * each, D, features, coef, own, samples, row, g_locations, g_weights)
+            for i in range(here + chance((n - b * Q * heads) * M + m), here + found, COUNTED):  # whatever the batch and the cut
+                j, of_head = samples[0][i, 0], n % heads - head
+                if met(min(samples[1][j, 0] // (heads * G * D) - b * S, S) * many + of_head, FULL, crowd):
+                    _flush_cell(j, heads * G * D, b * S, S, many, of_head, lowest, highest, samples[1], g_features, crowd)
             if t > 0 and logits and m + step >= M:
                 _through_softmax(n * each, share, g_weights)
             here, found = there, coming
+        settle(g_features, highest - lowest, crowd)
+
+
+@called_part
+def _flush_cell(j, channels, base, S, many, of_head, lowest, highest, corner, g_features, crowd):
+    """End the block of the four pixels of sample j."""
+    for k in range(4):
+        at = corner[j, k]
+        flush(min(at // channels - base, S) * many + of_head, g_features, at + lowest, at + highest, crowd)
+
+
+@called_part
+def _add_up(tile, tiles, n, D, row, out, whole):
+    """out[n] += row, TILES at a time, the sums of which are added up in `whole`."""
+    for g in range(row.shape[0]):
+        for k in range(D):
+            out[n, g * D + k] = out[n, g * D + k] + row[g, k] if tile % TILES else row[g, k]
+    if tile % TILES == TILES - 1 or tile == tiles - 1:
+        for c in range(len(whole)):
+            whole[c] = whole[c] + out[n, c] if tile >= TILES else out[n, c]
+            out[n, c] = whole[c]
 
 
 @part
@@ -353,7 +388,7 @@ def _scatter(i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_
 @exact_part
 def _softmax(begin, logits, share):
     """share = the softmax of the logits of a unit, which begin there."""
-    most, whole = logits.dtype.type(-np.inf), logits.dtype.type(0)
+    most, whole = logits.dtype.type(-np.inf), 0.0
     for i in range(share.shape[0]):
         most = max(most, logits[begin + i, 0])
     for i in range(share.shape[0]):
@@ -366,7 +401,7 @@ def _softmax(begin, logits, share):
 @exact_part
 def _through_softmax(begin, share, g):
     """From the gradient of the shares to that of the logits, where that is wanted."""
-    mean = g.dtype.type(0)
+    mean = 0.0
     for i in range(share.shape[0] if g.size else 0):
         mean += share[i, 0] * g[begin + i, 0]
     for i in range(share.shape[0] if g.size else 0):

@@ -14,6 +14,7 @@ from .. import jit
 from ..op.gpu import Launch, accumulator, cdiv, power_of_2
 from ._gpu_axes import over_channels
 from ._gpu_layout import as_images
+from ._gpu_sums import MANY, nothing, plus, settled
 from ._gpu_taps import TURN, channel, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
@@ -101,7 +102,8 @@ def launch_form(p: Problem, config: Config) -> Launch:
 
 def launch_rows(p: Problem, config: Config) -> Launch:
     grid = (p.B * cdiv(p.Q, config.block_q), cdiv(_tiles(p), config.tiles), 1)
-    return Launch(grid, (p.H, p.W, p.Q, p.D), (*_constants(p, config), p.d_stride), config.num_warps)
+    long = cdiv(p.D, config.block_d) > MANY.value
+    return Launch(grid, (p.H, p.W, p.Q, p.D), (*_constants(p, config), p.d_stride, long), config.num_warps)
 
 
 def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *results) -> dict[int, Tensor]:
@@ -181,6 +183,7 @@ def _form(
     # tensors are [samples, channels]; what there is one of per head is a tuple
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
+    LONG: tl.constexpr = ROW_C > MANY * BLOCK_C
     blocks = tl.cdiv(Q, BLOCK_Q)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.arange(0, ROWS)[:, None]
@@ -216,6 +219,9 @@ def _form(
                 g_coef = g_coef + (tl.zeros([ROWS, BLOCK_C], ACC),)
         g_y = tl.zeros([ROWS, BLOCK_C], ACC)
         g_x = tl.zeros([ROWS, BLOCK_C], ACC)
+        if LONG:
+            lost_coef = nothing(g_y, len(g_coef))
+            lost_y, lost_x = nothing(g_y, 2)
 
         for c0 in tl.range(0, ROW_C, BLOCK_C, loop_unroll_factor=UNROLL):
             c = c0 + tl.arange(0, BLOCK_C)[None, :]
@@ -225,18 +231,37 @@ def _form(
                 v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, at, in_c, W, STRIDE, ACC)
                 s, dy, dx = interpolate(v00, v01, v10, v11, fy, fx)
             a = tl.zeros([ROWS, BLOCK_C], ACC)
+            if HEADS > MANY:
+                lost_a = tl.zeros_like(a)
             sums = ()
+            losses = ()
             for h in tl.static_range(HEADS):
                 r = tl.load(rows + (hq + h * Q) * ROW_C + c, mask=in_q & in_c, other=0).to(ACC)
                 if d_coef is not None:
-                    sums = sums + (g_coef[h] + r * s,)
+                    if LONG:
+                        total, lost = plus(g_coef[h], lost_coef[h], r * s)
+                        sums = sums + (total,)
+                        losses = losses + (lost,)
+                    else:
+                        sums = sums + (g_coef[h] + r * s,)
                 if d_samples is not None or d_images is not None:
-                    a += w[h] * r
+                    if HEADS > MANY:
+                        a, lost_a = plus(a, lost_a, w[h] * r)
+                    else:
+                        a += w[h] * r
+            if HEADS > MANY:
+                a = settled(a, lost_a)
             if d_coef is not None:
                 g_coef = sums
+                if LONG:
+                    lost_coef = losses
             if d_samples is not None:
-                g_y += a * dy
-                g_x += a * dx
+                if LONG:
+                    g_y, lost_y = plus(g_y, lost_y, a * dy)
+                    g_x, lost_x = plus(g_x, lost_x, a * dx)
+                else:
+                    g_y += a * dy
+                    g_x += a * dx
             if d_images is not None:
                 at = channel(c, H, W, D_STRIDE, OFFSET)
                 scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, at, in_c, W, D_STRIDE)
@@ -246,8 +271,15 @@ def _form(
             g_depth = tl.zeros([ROWS, BLOCK_C], ACC)
             w_all = tl.zeros([ROWS, 1], ACC)
             if coef is not None:
+                if HEADS > MANY:
+                    lost_w = tl.zeros_like(w_all)
                 for h in tl.static_range(HEADS):
-                    w_all += w[h]
+                    if HEADS > MANY:
+                        w_all, lost_w = plus(w_all, lost_w, w[h])
+                    else:
+                        w_all += w[h]
+                if HEADS > MANY:
+                    w_all = settled(w_all, lost_w)
             for c0 in range(0, 2 * OCTAVES, BLOCK_C):
                 c = c0 + tl.arange(0, BLOCK_C)[None, :]
                 in_c = c < 2 * OCTAVES
@@ -277,9 +309,11 @@ def _form(
                 total = over_channels(g_depth, live) * TURN
                 tl.store(d_depths + qd, total.to(d_depths.dtype.element_ty), mask=in_qd)
 
+        if LONG:
+            g_y, g_x = settled(g_y, lost_y), settled(g_x, lost_x)
         if d_coef is not None:
             for h in tl.static_range(HEADS):
-                total = over_channels(g_coef[h], live)
+                total = over_channels(settled(g_coef[h], lost_coef[h]) if LONG else g_coef[h], live)
                 tl.store(d_coef + (hq + h * Q) * D + d, total.to(d_coef.dtype.element_ty), mask=in_qd)
         if d_samples is not None:
             total = over_channels(g_x, live) * (0.5 * W)
@@ -320,6 +354,7 @@ def _rows(
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
     D_STRIDE: tl.constexpr,
+    LONG: tl.constexpr,  # queries have so many samples that sums must be compensated
 ):
     """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end. Then zeros for others."""
     ROW_C: tl.constexpr = C - 2 * OCTAVES
@@ -333,6 +368,8 @@ def _rows(
     totals = ()
     for _ in tl.static_range(TILES * HEADS):
         totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
+    if LONG:
+        lost = nothing(totals[0], TILES * HEADS)
     y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, (q < Q) & (i % BLOCK_D < D), ACC)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + i % BLOCK_D
@@ -343,19 +380,28 @@ def _rows(
         for h in tl.static_range(HEADS):
             w = w + (tl.load(coef + (b * HEADS * Q + h * Q + q) * D + d, mask=live, other=0).to(ACC),)
         sums = ()
+        losses = ()
         for t in tl.static_range(TILES):
             at = channel(c + t * BLOCK_C, H, W, STRIDE, OFFSET)
             in_c = c + t * BLOCK_C < ROW_C
             v00, v01, v10, v11 = corners(image, y0 * W + x0, k00, k01, k10, k11, at, in_c, W, STRIDE, ACC)
             s, _dy, _dx = interpolate(v00, v01, v10, v11, fy, fx)
             for h in tl.static_range(HEADS):
-                sums = sums + (totals[t * HEADS + h] + w[h] * s,)
+                if LONG:
+                    more, less = plus(totals[t * HEADS + h], lost[t * HEADS + h], w[h] * s)
+                    sums = sums + (more,)
+                    losses = losses + (less,)
+                else:
+                    sums = sums + (totals[t * HEADS + h] + w[h] * s,)
         totals = sums
+        if LONG:
+            lost = losses
     q = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     for t in tl.static_range(TILES):
         at = c + t * BLOCK_C
         for h in tl.static_range(HEADS):
-            total = tl.sum(tl.reshape(totals[t * HEADS + h], [BLOCK_Q, BLOCK_D, BLOCK_C]), 1)
+            total = settled(totals[t * HEADS + h], lost[t * HEADS + h]) if LONG else totals[t * HEADS + h]
+            total = tl.sum(tl.reshape(total, [BLOCK_Q, BLOCK_D, BLOCK_C]), 1)
             to = d_rows + (b * HEADS * Q + h * Q + q) * ROW_C + at
             tl.store(to, total.to(d_rows.dtype.element_ty), mask=(q < Q) & (at < ROW_C))
     if d_images is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..op.gpu import accumulator, cdiv, launch, power_of_2, vector_of
 from ._gpu_axes import along, coordinate, weight
+from ._gpu_sums import plus, settled
 
 PIECE = 64
 BLOCK = 128  # samples per program
@@ -328,15 +329,20 @@ def _gather(
         begins = begins + (tl.load(first + of, mask=in_p, other=0),)
         counts = counts + (tl.load(table + CELLS + of, mask=in_p, other=0),)
     total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    lost = tl.zeros_like(total)
     for corner in tl.static_range(CORNERS):
         begin, count = begins[corner], counts[corner]
         most = tl.max(count)
+        part = tl.zeros_like(total)
         for i in range(tl.minimum(most, PIECE)):
             here = i < count
             row = tl.load(ids + begin + i, mask=here, other=0).to(tl.int64) * ROW
             g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
-            total += share(shares, begin + i, here, corner, DIM, TAPS, ACC) * g
+            part += share(shares, begin + i, here, corner, DIM, TAPS, ACC) * g
+        total, lost = plus(total, lost, part)
         for skip in range(PIECE, most, PIECE):
             slot = (begin // PIECE + skip // PIECE).to(tl.int64)
-            total += tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(skip < count) & in_c, other=0)
+            part = tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(skip < count) & in_c, other=0)
+            total, lost = plus(total, lost, part)
+    total = settled(total, lost)
     tl.store(out + pixel.to(tl.int64) * STRIDE + c, total.to(out.dtype.element_ty), mask=in_p & in_c)

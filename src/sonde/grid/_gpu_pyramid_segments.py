@@ -16,6 +16,7 @@ from torch import Tensor
 from ..op.gpu import accumulator, cdiv, launch
 from ._gpu_pyramid import Levels, along, block_of, fetch, inside, level, put, shares
 from ._gpu_segments import BLOCK, BLOCK_PIXELS, index_bytes, pieces, segments, sorting_bytes
+from ._gpu_sums import plus, settled
 
 TILES = 4  # tiles of channels whose sums one program keeps in registers
 BLOCK_N = 4  # samples of a piece that are in flight together
@@ -277,6 +278,7 @@ def _gather(
     end += image.to(tl.int64) * CELLS
     sums += tl.program_id(1) * BLOCK_C
     total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    lost = tl.zeros_like(total)
     for i in range(LEVELS):
         of = table + 4 * i
         H, W, first = tl.load(of), tl.load(of + 1).to(tl.int32), tl.load(of + 3).to(tl.int32)
@@ -292,6 +294,7 @@ def _gather(
                 for k in range(tl.max(stop - p, 0)):
                     there = (p + k < stop)[:, None] & in_c[None]
                     source = sums + ((p + k).to(tl.int64) * 4 + corner)[:, None] * TILE + tl.arange(0, BLOCK_C)[None]
-                    total += tl.load(source, mask=there, other=0)
+                    total, lost = plus(total, lost, tl.load(source, mask=there, other=0))
+    total = settled(total, lost)
     to = out + (((image // HEADS).to(tl.int64) * S + row) * HEADS + image % HEADS)[:, None] * C + tile // EACH * (C // G) + at[None]
     put(to, total, (row < S)[:, None] & in_c[None])

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..op.gpu import accumulator, cdiv, launch
+from ._gpu_sums import plus, settled
 
 PIECE = 64
 BLOCK_C = 32
@@ -134,6 +135,7 @@ def _gather(
     x, y, b = pixel % W, pixel // W % H, pixel // W // H
     z, b = b % Z, b // Z
     total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    lost = tl.zeros_like(total)
     for corner in tl.static_range(CORNERS):
         # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
         cell = b
@@ -144,5 +146,6 @@ def _gather(
         for i in range(tl.max(stop - p, 0)):
             there = (p + i < stop)[:, None] & in_c[None]
             source = sums + ((p + i).to(tl.int64) * CORNERS + corner)[:, None] * TILE + at[None]
-            total += tl.load(source, mask=there, other=0)
+            total, lost = plus(total, lost, tl.load(source, mask=there, other=0))
+    total = settled(total, lost)
     tl.store(out + (pixel * STRIDE + C0)[:, None] + at[None], total.to(out.dtype.element_ty), mask=in_p[:, None] & in_c[None])

@@ -60,6 +60,11 @@ def array_part(function: Callable) -> Callable:
     return njit(error_model="numpy", **_WITHIN)(function)
 
 
+def called_part(function: Callable) -> Callable:
+    """A part with a function of its own: what else a kernel does then leaves the code of its inner loops alone."""
+    return njit(error_model="numpy", fastmath=FAST, **_WITHIN)(function)
+
+
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
     """Call ``kernel(start, stop, *args)`` over slices of ``range(size)`` of at least `grain`; slices must write apart."""
     threads = min(torch.get_num_threads(), -(-size // grain))

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._gpu_pyramid import block_of
+from .._gpu_sums import MANY as ADDITIONS
 
 BLOCK_N = 128  # samples that are looked at together
 REGISTERS = 255  # of a thread, all that it needs, where a tile has no more than two groups; with more it has them anyhow
@@ -107,7 +108,9 @@ def launch(p: Problem, config: Config) -> Launch:
     tiles = _tiles(p)
     grid = (p.B * p.A * p.slices, cdiv(tiles, config.tiles), 1)
     block_n = min(BLOCK_N, power_of_2(max(config.rows, cdiv(p.N, p.slices))))
-    tile = (config.rows, block_n, _block_c(p), tiles // max(1, p.G), config.tiles, config.unroll)
+    # half as many again as elsewhere: so many have the few anchors of a map, most of whose samples see nothing
+    long = cdiv(p.N, p.slices) * p.L > 3 * ADDITIONS.value // 2 * config.rows
+    tile = (config.rows, block_n, _block_c(p), tiles // max(1, p.G), config.tiles, config.unroll, long)
     return Launch(grid, (p.S, p.A, p.N, p.slices, p.batch), (*_constants(p), *tile), config.num_warps)
 
 
@@ -163,7 +166,8 @@ def launch_cells(p: Problem, config: Cells) -> Launch:
 
 def launch_total(p: Problem, block_c: int) -> Launch:
     block_a = 1024 // block_c
-    return Launch((cdiv(p.B * p.A, block_a), cdiv(p.C, block_c), 1), (p.B * p.A, p.slices), (p.C, block_a, block_c), 4)
+    constants = (p.C, block_a, block_c, p.slices > ADDITIONS.value)
+    return Launch((cdiv(p.B * p.A, block_a), cdiv(p.C, block_c), 1), (p.B * p.A, p.slices), constants, 4)
 
 
 def launch_mark(p: Problem, block: int) -> Launch:

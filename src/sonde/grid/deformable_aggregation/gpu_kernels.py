@@ -17,6 +17,7 @@ from ...op.gpu import cdiv, power_of_2
 from .._gpu_marks import mark
 from .._gpu_pyramid import along, fetch, inside, level, locate, put, scatter, shares
 from .._gpu_pyramid_expected import gradients, host, portions
+from .._gpu_sums import MANY, nothing, plus, settled
 from .._gpu_taps import corners
 from .gpu_configs import (
     Problem,
@@ -67,6 +68,7 @@ def _aggregate(
     EACH: tl.constexpr,  # tiles of a group
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
+    LONG: tl.constexpr,  # there are so many samples that sums must be compensated
 ):
     """Some tiles of channels, all samples that see something in turn; a thread's sums stay in it until the end."""
     anchor = tl.program_id(0) // SLICES
@@ -81,6 +83,8 @@ def _aggregate(
     totals = ()
     for _ in tl.static_range(TILES):
         totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
+    if LONG:
+        lost = nothing(totals[0], TILES)
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         v, u = fetch(locations, n, n < end, ACC)
@@ -97,16 +101,24 @@ def _aggregate(
                 s00, s01, s10, s11 = shares(fy, fx)
                 of = weights + (sample.to(OFFSET) * L + lev) * G
                 sums = ()
+                losses = ()
                 for t in tl.static_range(TILES):
                     g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
                     in_c = (at < GROUP) & (g < G)
                     w = tl.load(of + g, mask=live & (g < G), other=0).to(ACC)
                     v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, g * GROUP + at, in_c, W, ROW, ACC)
-                    sums = sums + (totals[t] + w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11),)
+                    if LONG:
+                        more, less = plus(totals[t], lost[t], w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11))
+                        sums = sums + (more,)
+                        losses = losses + (less,)
+                    else:
+                        sums = sums + (totals[t] + w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11),)
                 totals = sums
+                if LONG:
+                    lost = losses
     for t in tl.static_range(TILES):
         g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        total = tl.sum(totals[t], 0, keep_dims=True)
+        total = tl.sum(settled(totals[t], lost[t]) if LONG else totals[t], 0, keep_dims=True)
         put(out + tl.program_id(0).to(tl.int64) * C + g * GROUP + at, total, (at < GROUP) & (g < G))
 
 
@@ -119,13 +131,22 @@ def _total(
     C: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     a = tl.program_id(0).to(tl.int64) * BLOCK_A + tl.arange(0, BLOCK_A)[:, None]
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     there = (a < ANCHORS) & (c < C)
     total = tl.zeros([BLOCK_A, BLOCK_C], parts.dtype.element_ty)
+    if LONG:
+        lost = tl.zeros_like(total)
     for k in range(SLICES):
-        total += tl.load(parts + (a * SLICES + k) * C + c, mask=there, other=0)
+        x = tl.load(parts + (a * SLICES + k) * C + c, mask=there, other=0)
+        if LONG:
+            total, lost = plus(total, lost, x)
+        else:
+            total += x
+    if LONG:
+        total = settled(total, lost)
     put(out + a * C + c, total, there)
 
 
@@ -175,6 +196,7 @@ def _aggregate_gradients(
     """
     PIECES: tl.constexpr = PADDED // VEC
     READS: tl.constexpr = d_locations is not None or d_weights is not None
+    LONG: tl.constexpr = READS and L * G > MANY * SPAN
     i = tl.program_id(0)
     b, slice = (i // A // SLICES).to(tl.int64), i // A % SLICES
     anchor = b * A + i % A
@@ -204,6 +226,8 @@ def _aggregate_gradients(
         v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
         g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
         g_u = tl.zeros_like(v)
+        if LONG:
+            lost_v, lost_u = nothing(v, 2)
         levels = tl.max(seen.to(tl.int32)) * L  # or none
         for lev in range(levels):
             H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
@@ -227,8 +251,12 @@ def _aggregate_gradients(
                             value, dx, dy, dyx = products(go, pixels, PIECES, POINTS, SPAN, ACC)
                             dy += fx * dyx
                             g_w = tl.where(meet, value + fx * dx + fy * dy, g_w)
-                            g_v += tl.where(meet, w * dy, 0) * H
-                            g_u += tl.where(meet, w * (dx + fy * dyx), 0) * W
+                            if LONG:
+                                g_v, lost_v = plus(g_v, lost_v, tl.where(meet, w * dy, 0) * H)
+                                g_u, lost_u = plus(g_u, lost_u, tl.where(meet, w * (dx + fy * dyx), 0) * W)
+                            else:
+                                g_v += tl.where(meet, w * dy, 0) * H
+                                g_u += tl.where(meet, w * (dx + fy * dyx), 0) * W
                         if d_features is not None:
                             f = tl.where(meet, w, 0)
                             f0, f1 = f * (1 - fy), f * fy
@@ -242,6 +270,8 @@ def _aggregate_gradients(
         if d_weights is not None:
             for k in range(0, L * G - levels * G, SPAN):
                 put(d_weights + n.to(OFFSET) * (L * G) + k + group, tl.zeros_like(v), n < end)
+        if LONG:
+            g_v, g_u = settled(g_v, lost_v), settled(g_u, lost_u)
         if d_locations is not None:
             n = n0 + tl.arange(0, POINTS) * CAMS
             put(d_locations + 2 * n, over_groups(g_u, POINTS, SPAN), n < end)

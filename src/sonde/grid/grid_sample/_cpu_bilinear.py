@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...op.cpu import array_part, exact_part, jit, part
+from ...op.cpu import array_part, called_part, exact_part, jit, part
 from ...op.lanes import (
     LANES,
     cast,
@@ -27,6 +27,8 @@ from ...op.lanes import (
     where,
     zipped,
 )
+from .._cpu_sums import BLOCK as TERMS
+from .._cpu_sums import COUNTED, FULL, chance, clear, crowd_of, flush_planes, met, settle_planes
 from ._cpu_taps import BLOCK, place
 
 FEW = 8  # channels, at most
@@ -62,6 +64,7 @@ def bilinear_dots(
     blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points, block)
     flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
     turned = np.empty((1, block), points.dtype)
+    whole = np.empty((2, block if C > TERMS else 0), np.float64)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m, first = min(block, P - p), b // inputs * C * size
@@ -71,6 +74,7 @@ def bilinear_dots(
         for i in range(0, m, LANES):
             store(zero, cells, 4, i)
             store(zero, cells, 5, i)
+        whole[:] = 0
         for c in range(C):
             if gp > 1:  # channels are neighbours
                 source = np.uint64(b * C * P + c * gc + p * gp)
@@ -84,6 +88,11 @@ def bilinear_dots(
                 d_x, d_y = fma(one - v, c01 - c00, v * (c11 - c10)), fma(one - u, c10 - c00, u * (c11 - c01))
                 store(fma(g, d_x, load(cells, 4, i, block)), cells, 4, i)
                 store(fma(g, d_y, load(cells, 5, i, block)), cells, 5, i)
+            if C > TERMS and (c % TERMS == TERMS - 1 or c == C - 1):
+                for d in range(2):
+                    for i in range(m):
+                        whole[d, i] += cells[4 + d, i]
+                        cells[4 + d, i] = whole[d, i] if c == C - 1 else 0
         _hand_over(d_flat, b, p, m, cells)
 
 
@@ -91,39 +100,106 @@ def bilinear_dots(
 def bilinear_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
     block = FEW_BLOCK if C <= FEW else BLOCK
-    P, blocks, size, one, (cells, at) = points.shape[1], -(-C // width), H * W, points.dtype.type(1), _room(points, block)
-    flat, line, us, vs, places, bits = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1], at[0], at[1]
-    step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
+    P, blocks, size, (cells, at) = points.shape[1], -(-C // width), H * W, _room(points, block)
+    flat, line, us, vs = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1]
+    crowd = crowd_of(size + W + 1, P * inputs, 4, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high = min(low + width, C)
+        clear(crowd)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, block):
                 m = min(block, P - p)
                 whole = _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
                 if C <= FEW:
                     _send_for(line, image * C * size + low * ic, high - low, ic, ip, W, m, at)
-                for c in range(low, high):
-                    source, target = np.uint64(b * C * P + c * gc + p * gp), image * C * size + c * ic
-                    for i in range(m):
-                        u1, g = us[i], grad[source + np.uint64(i) * step]
-                        u0, top, bottom = one - u1, (one - vs[i]) * g, vs[i] * g
-                        j = np.uint64(target + places[i] * ip)
-                        k = j + below
-                        if whole:
-                            d_images[j] += u0 * top
-                            d_images[j + right] += u1 * top
-                            d_images[k] += u0 * bottom
-                            d_images[k + right] += u1 * bottom
-                        else:
-                            if bits[i] & 1:
-                                d_images[j] += u0 * top
-                            if bits[i] & 2:
-                                d_images[j + right] += u1 * top
-                            if bits[i] & 4:
-                                d_images[k] += u0 * bottom
-                            if bits[i] & 8:
-                                d_images[k + right] += u1 * bottom
+                of = image * C * size, b * C * P + p * gp
+                if _crowded(p, m, W, at, crowd):
+                    _one_by_one(p, m, low, high, *of, gc, gp, ic, ip, W, us, vs, at, grad, d_images, crowd)
+                else:
+                    _all_at_once(m, low, high, *of, gc, gp, ic, ip, W, whole, us, vs, at, grad, d_images)
+        settle_planes(d_images, ic, high - low, crowd)
+
+
+@part
+def _four(place, W):
+    """Four neighbouring cells are counted together, which fits into the cache. Each of them is flushed as often as its share of the
+    samples asks for. The first cell begins a row and a pixel before the first pixel."""
+    return np.uint64((place + W + 1) >> 2)
+
+
+@part
+def _crowded(p, m, W, at, crowd):
+    """Count some of the samples. If that fills a cell's block, do not, and say so: they go one by one."""
+    hits, seen = crowd[0], np.uint8(0)
+    for step in (1, 255):  # which takes it back
+        for first in range(0, m, COUNTED):
+            i = first + chance(p + first)
+            if i < m and at[1, i]:
+                cell = _four(at[0, i], W)
+                hits[cell] = np.uint8(hits[cell] + np.uint8(step))
+                seen |= hits[cell]
+        if not seen & np.uint8(FULL):  # a count may come round to zero, but not without this bit on its way
+            return False
+    return True
+
+
+@called_part
+def _all_at_once(m, low, high, target, source, gc, gp, ic, ip, W, whole, us, vs, at, grad, d_images):
+    """What samples add to their pixels, channel by channel; whether they have all their pixels is asked once."""
+    places, bits, one = at[0], at[1], us.dtype.type(1)
+    step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
+    for c in range(low, high):
+        first = np.uint64(source + c * gc)
+        if whole:
+            for i in range(m):
+                u1, g = us[i], grad[first + np.uint64(i) * step]
+                u0, top, bottom = one - u1, (one - vs[i]) * g, vs[i] * g
+                j = np.uint64(target + c * ic + places[i] * ip)
+                k = j + below
+                d_images[j] += u0 * top
+                d_images[j + right] += u1 * top
+                d_images[k] += u0 * bottom
+                d_images[k + right] += u1 * bottom
+        else:
+            for i in range(m):
+                u1, g = us[i], grad[first + np.uint64(i) * step]
+                u0, top, bottom = one - u1, (one - vs[i]) * g, vs[i] * g
+                j = np.uint64(target + c * ic + places[i] * ip)
+                k = j + below
+                if bits[i] & 1:
+                    d_images[j] += u0 * top
+                if bits[i] & 2:
+                    d_images[j + right] += u1 * top
+                if bits[i] & 4:
+                    d_images[k] += u0 * bottom
+                if bits[i] & 8:
+                    d_images[k + right] += u1 * bottom
+
+
+@called_part
+def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, grad, d_images, crowd):
+    """What samples add to their pixels, in all channels, where some cell's block becomes full."""
+    places, bits, one, counted = at[0], at[1], us.dtype.type(1), 0
+    for i in range(m):
+        if i % COUNTED == 0:
+            counted = i + chance(p + i)
+        for c in range(low, high if bits[i] else low):
+            g, j = grad[source + c * gc + i * gp], target + c * ic + places[i] * ip
+            top, bottom = (one - vs[i]) * g, vs[i] * g
+            if bits[i] & 1:
+                d_images[j] += (one - us[i]) * top
+            if bits[i] & 2:
+                d_images[j + ip] += us[i] * top
+            if bits[i] & 4:
+                d_images[j + W * ip] += (one - us[i]) * bottom
+            if bits[i] & 8:
+                d_images[j + W * ip + ip] += us[i] * bottom
+        if i == counted and bits[i] and met(_four(places[i], W), FULL, crowd):
+            for j in range(4):
+                if bits[i] >> j & 1:
+                    pixel = places[i] + j // 2 * W + j % 2
+                    flush_planes(pixel, d_images, target + low * ic + pixel * ip, ic, high - low, crowd)
 
 
 @jit

@@ -12,13 +12,17 @@ FAR = 2.0**30
 
 
 @exact_part
-def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate):
-    """The taps along axis `d`. Every loop is simple enough to be vectorised, every operation is rounded as in the reference."""
+def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate, cell):
+    """The taps along axis `d`, and the cell if that is asked for. Every loop is simple enough to be vectorised, every operation is
+    rounded as in the reference."""
     real = points.dtype.type
     first = d * taps
     positions(points, b, p, m, d, size, taps, pad, align, part_of[first], rate[first])
     x, slope = part_of[first], rate[first]
     one, half, number = real(1), real(0.5), at.dtype.type
+    if cell.shape[0] > 0:
+        for i in range(m):
+            cell[d, i] = number(np.floor(x[i]))
     if taps == 1:
         for i in range(m):
             x0 = np.floor(x[i])

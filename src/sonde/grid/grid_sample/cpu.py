@@ -15,18 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, array_part, exact_part, jit, run
+from ...op.cpu import array, array_part, exact_part, jit, part, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.library import memory_format
 from ...op.memory import dense, empty, zeros
 from ...op.plan import Determinism, Kernel
+from .._cpu_sums import BLOCK as TERMS
+from .._cpu_sums import LENGTH, clear, crowd_of, crowded, flush, flush_planes, hits_of, met, settle, settle_planes
 from .._reference import joint_batch
 from ._cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
 from ._cpu_taps import BLOCK, axis
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 TAPS = (2, 1, 4)  # of each mode, along an axis
+FEW_TERMS = 16  # of the products with each tap, of which a gradient is a small difference
 
 
 def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
@@ -167,11 +170,11 @@ def planes_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad
     """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
     P, K = points.shape[1], taps**dim
     blocks, size, zero = -(-P // block), Z * H * W, points.dtype.type(0)
-    index, weight, slope, lines = _scratch(block, dim, taps, 0, points)
+    index, weight, slope, lines, cell = _scratch(block, dim, taps, 0, 0, points)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m = min(block, P - p)
-        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
         for c in range(C):  # plane by plane: it stays in the cache
             source, target = b // inputs * C * size + c * ic, b * C * P + c * oc + p * op
             for i in range(m):
@@ -187,19 +190,24 @@ def planes_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
     """The gradient of the grid of blocks `start` to `stop` of samples."""
     P, K = points.shape[1], taps**dim
     blocks, size = -(-P // block), Z * H * W
-    index, weight, slope, lines = _scratch(block, dim, taps, 1, points)
-    dot = np.empty((K, block), points.dtype)
+    index, weight, slope, lines, cell = _scratch(block, dim, taps, 1, 0, points)
+    dot, whole = np.empty((K, block), points.dtype), np.empty((K, block if C > TERMS else 0), np.float64)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m = min(block, P - p)
-        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
-        dot[:] = 0
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
+        dot[:], whole[:] = 0, 0
         for c in range(C):
             source, target = b // inputs * C * size + c * ic, b * C * P + c * gc + p * gp
             for k in range(K):
                 for i in range(m):
                     if index[k, i] >= 0:
                         dot[k, i] += grad[target + i * gp] * images[source + index[k, i] * ip]
+            if C > TERMS and (c % FEW_TERMS == FEW_TERMS - 1 or c == C - 1):
+                for k in range(K):
+                    for i in range(m):
+                        whole[k, i] += dot[k, i]
+                        dot[k, i] = whole[k, i] if c == C - 1 else 0
         for d in range(dim):
             for k in range(K):
                 for i in range(m):
@@ -211,19 +219,44 @@ def planes_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
 def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
     P, K, blocks, size = points.shape[1], taps**dim, -(-C // width), Z * H * W
-    index, weight, slope, lines = _scratch(BLOCK, dim, taps, 0, points)
+    index, weight, slope, lines, cell = _scratch(BLOCK, dim, taps, 0, 1, points)
+    keys, most = np.empty(BLOCK, np.int32), hits_of(K)
+    crowd = crowd_of(_cells(Z, H, W, dim), P * inputs, K, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
+        high = min(low + width, C)
+        clear(crowd)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, BLOCK):
                 m = min(BLOCK, P - p)
-                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
-                for c in range(low, min(low + width, C)):
+                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
+                _number(m, Z, H, W, dim, taps, index, cell, keys)
+                if crowded(m, keys, most, crowd):
+                    of = image * C * size, b * C * P + p * gp
+                    _one_by_one(m, low, high, *of, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, crowd)
+                    continue
+                for c in range(low, high):
                     source, target = b * C * P + c * gc + p * gp, image * C * size + c * ic
                     for k in range(K):
                         for i in range(m):
                             if index[k, i] >= 0:
                                 d_images[target + index[k, i] * ip] += weight[k, i] * grad[source + i * gp]
+        settle_planes(d_images, ic, high - low, crowd)
+
+
+@array_part
+def _one_by_one(m, low, high, target, source, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, crowd):
+    """What samples add to their pixels, in all channels, where some cell's block becomes full."""
+    K = index.shape[0]
+    for i in range(m):
+        for k in range(K):
+            for c in range(low, high if index[k, i] >= 0 else low):
+                d_images[target + c * ic + index[k, i] * ip] += weight[k, i] * grad[source + c * gc + i * gp]
+        if met(keys[i], most, crowd):
+            for k in range(K):
+                p = index[k, i]
+                if p >= 0:
+                    flush_planes(p, d_images, target + low * ic + p * ip, ic, high - low, crowd)
 
 
 @jit
@@ -231,12 +264,12 @@ def pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad
     """The same of images [B/inputs·pixels, C] → out [B·P, C]."""
     P, K = points.shape[1], taps**dim
     blocks = -(-P // block)
-    index, weight, slope, lines = _scratch(block, dim, taps, 0, points)
+    index, weight, slope, lines, cell = _scratch(block, dim, taps, 0, 0, points)
     tail = np.empty((1, LANES), points.dtype)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m = min(block, P - p)
-        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
         first = b // inputs * Z * H * W
         for i in range(m):
             target = b * P + p + i
@@ -257,20 +290,22 @@ def pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad
 def pixels_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, grad, points, d_grid):
     P, K = points.shape[1], taps**dim
     blocks = -(-P // block)
-    index, weight, slope, lines = _scratch(block, dim, taps, 1, points)
+    index, weight, slope, lines, cell = _scratch(block, dim, taps, 1, 0, points)
     for n in range(start, stop):
         b, p = n // blocks, n % blocks * block
         m = min(block, P - p)
-        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+        _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
         first = b // inputs * Z * H * W
         for i in range(m):
             target = b * P + p + i
             for k in range(K):
                 if index[k, i] >= 0:
-                    v = spread(points.dtype.type(0))
-                    for c in range(0, C, LANES):
-                        v = fma(load(grad, target, c, C), load(images, first + index[k, i], c, C), v)
-                    dot = total(v)
+                    dot = 0.0
+                    for begin in range(0, C, LENGTH):
+                        v = spread(points.dtype.type(0))
+                        for c in range(begin, min(begin + LENGTH, C), LANES):
+                            v = fma(load(grad, target, c, C), load(images, first + index[k, i], c, C), v)
+                        dot += total(v)
                     for d in range(dim):
                         d_grid[b, p + i, d] += slope[d * K + k, i] * dot
 
@@ -278,14 +313,18 @@ def pixels_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
 @jit
 def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, points, d_images):
     P, K, blocks = points.shape[1], taps**dim, -(-C // width)
-    index, weight, slope, lines = _scratch(BLOCK, dim, taps, 0, points)
+    index, weight, slope, lines, cell = _scratch(BLOCK, dim, taps, 0, 1, points)
+    keys, most, flat = np.empty(BLOCK, np.int32), hits_of(K), d_images.reshape(1, d_images.size)
+    crowd = crowd_of(_cells(Z, H, W, dim), P * inputs, K, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high, first = min(low + width, C), image * Z * H * W
+        clear(crowd)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, BLOCK):
                 m = min(BLOCK, P - p)
-                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines)
+                _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
+                _number(m, Z, H, W, dim, taps, index, cell, keys)
                 for i in range(m):
                     source = b * P + p + i
                     for k in range(K):
@@ -298,30 +337,56 @@ def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
                                 else:
                                     for j in range(c, high):
                                         d_images[target, j] += w * grad[source, j]
+                    if met(keys[i], most, crowd):
+                        for k in range(K):
+                            if index[k, i] >= 0:
+                                at = (first + index[k, i]) * C
+                                flush(index[k, i], flat, at + low, at + high, crowd)
+        settle(flat, high - low, crowd)
 
 
 # ---- taps -------------------------------------------------------------------------------------------------------------------
 
 
 @array_part
-def _scratch(room, dim, taps, slopes, points):
-    """Room for the taps of a block: which pixel (−1: none), its weight, the weight's derivatives; and the same of each axis."""
+def _scratch(room, dim, taps, slopes, count, points):
+    """Room for the taps of a block: which pixel (−1: none), its weight, the weight's derivatives; the same of each axis; and, if
+    samples are counted, the cells along each axis."""
     real, K = points.dtype, taps**dim
     return (
         np.empty((K, room), np.int32),
         np.empty((K, room), real),
         np.empty((slopes * dim * K, room), real),
         (np.empty((dim * taps, room), np.int32), np.empty((dim * taps, room), real), np.empty((dim * taps, room), real)),
+        np.empty((count * dim, room), np.int32),
     )
 
 
+@part
+def _cells(Z, H, W, dim):
+    """How many there are, with one for samples that see nothing; taps reach two pixels beyond the image."""
+    return (Z + 4 if dim == 3 else 1) * (H + 4) * (W + 4) + 1
+
+
+@part
+def _number(m, Z, H, W, dim, taps, index, cell, keys):
+    """The numbers of samples' cells; the last is that of those that see nothing."""
+    last = _cells(Z, H, W, dim) - 1
+    for i in range(m):
+        if taps == 1:
+            keys[i] = index[0, i] if index[0, i] >= 0 else last
+        else:
+            x, y, z = cell[0, i] + 2, cell[1, i] + 2, cell[2, i] + 2 if dim == 3 else 0
+            keys[i] = (z * (H + 4) + y) * (W + 4) + x if x >= 0 and y >= 0 and z >= 0 else last
+
+
 @exact_part
-def _locate(points, b, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines):
+def _locate(points, b, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell):
     """Fill the taps of samples `p` to `p + m`."""
     at, part_of, rate = lines
     K, real = index.shape[0], points.dtype.type
     for d in range(dim):  # x, y, z
-        axis(points, b, p, m, d, W if d == 0 else H if d == 1 else Z, taps, pad, align, at, part_of, rate)
+        axis(points, b, p, m, d, W if d == 0 else H if d == 1 else Z, taps, pad, align, at, part_of, rate, cell)
     for k in range(K):
         x, y, z = k % taps, taps + k // taps % taps, 2 * taps + k // (taps * taps)
         if dim == 2:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import jit
 from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
 from .._gpu_fixed import add, multiple
+from .._gpu_sums import MANY, nothing, plus, settled
 from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, sample_config
 
 # ---- what must come out -----------------------------------------------------------------------------------------------------
@@ -259,6 +260,9 @@ def _gradients(
     if d_grid is not None:
         for _ in tl.static_range(SLICES * TAPS * TAPS):
             dots = dots + (tl.zeros([BLOCK_P, BLOCK_C], ACC),)
+    LONG: tl.constexpr = d_grid is not None and CHUNK > MANY * BLOCK_C
+    if LONG:
+        lost = nothing(dots[0], SLICES * TAPS * TAPS)
     start = tl.program_id(1).to(OFFSET) * CHUNK
     stop = tl.minimum(start + CHUNK, C)
     if STAGE > 1:
@@ -272,6 +276,7 @@ def _gradients(
             gs = gs + (multiple(g, most, DIGITS) if STAGE == 1 else g,)
             if d_grid is not None:
                 sums = ()
+                losses = ()
                 for z in tl.static_range(SLICES):
                     for y in tl.static_range(TAPS):
                         for x in tl.static_range(TAPS):
@@ -280,8 +285,15 @@ def _gradients(
                             if not LAST and BLOCK_C > 1:
                                 at = tl.max_contiguous(at, [BLOCK_P, 1])  # so that threads side by side have pixels side by side
                             v = tl.load(at, mask=there, other=0).to(ACC)
-                            sums = sums + (dots[(z * TAPS + y) * TAPS + x] + g * v,)
+                            if LONG:
+                                more, less = plus(dots[(z * TAPS + y) * TAPS + x], lost[(z * TAPS + y) * TAPS + x], g * v)
+                                sums = sums + (more,)
+                                losses = losses + (less,)
+                            else:
+                                sums = sums + (dots[(z * TAPS + y) * TAPS + x] + g * v,)
                 dots = sums
+                if LONG:
+                    lost = losses
         if d_input is not None:
             for k in tl.static_range(TILES):
                 c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -310,6 +322,8 @@ def _gradients(
             for y in tl.static_range(TAPS):
                 for x in tl.static_range(TAPS):
                     dot = dots[(z * TAPS + y) * TAPS + x]
+                    if LONG:
+                        dot = settled(dot, lost[(z * TAPS + y) * TAPS + x])
                     gx += (wz[z] * wy[y] * sx[x]) * dot
                     gy += (wz[z] * sy[y] * wx[x]) * dot
                     if DIM == 3:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import jit
 from .._gpu_pyramid import level, locate, put, scatter, shares, slopes
 from .._gpu_pyramid_expected import gradients, host, portions
+from .._gpu_sums import MANY, nothing, plus, settled
 from .._gpu_taps import corners
 from .gpu_configs import Problem, candidate_configs, default_config, fits, launch
 from .gpu_parts import fetch, high, low, merged, packed, part, repeated, unpacked, whole
@@ -62,6 +63,7 @@ def _attend(
     PAIRED: tl.constexpr = value.dtype.element_ty == tl.bfloat16 and D % 2 == 0 and ROW % 2 == 0 and VECTOR % 2 == 0
     PAIR: tl.constexpr = 2 if PAIRED else 1
     WIDTH: tl.constexpr = BLOCK_C // PAIR
+    LONG: tl.constexpr = 4 * L * BLOCKS * PARTS > MANY
     b, h, q0 = which(Q, HEADS, BLOCK_Q * REPEAT)
     image = value + b * (BATCH // VECTOR * VECTOR) + h * D
     if PAIRED:
@@ -78,6 +80,8 @@ def _attend(
         totals = ()  # of each tile; of pairs, those of the first and of the second
         for _t in tl.static_range(TILES * PAIR):
             totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
+        if LONG:
+            lost = nothing(totals[0], TILES * PAIR)
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
@@ -97,18 +101,38 @@ def _attend(
                 p00, p01 = part(s00, j, PARTS), part(s01, j, PARTS)
                 p10, p11 = part(s10, j, PARTS), part(s11, j, PARTS)
                 sums = ()
+                losses = ()
                 for t in tl.static_range(TILES):
                     cs = c + (c0 + t * BLOCK_C) // PAIR
                     if PAIRED:
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, cs, cs < D // 2, W, ROW // 2, tl.int32)
-                        even = totals[2 * t] + p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
-                        odd = totals[2 * t + 1] + p00 * high(v00) + p01 * high(v01) + p10 * high(v10) + p11 * high(v11)
+                        if LONG:
+                            even = p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
+                            odd = p00 * high(v00) + p01 * high(v01) + p10 * high(v10) + p11 * high(v11)
+                            even, less = plus(totals[2 * t], lost[2 * t], even)
+                            odd, fewer = plus(totals[2 * t + 1], lost[2 * t + 1], odd)
+                            losses = losses + (less, fewer)
+                        else:
+                            even = totals[2 * t] + p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
+                            odd = totals[2 * t + 1] + p00 * high(v00) + p01 * high(v01) + p10 * high(v10) + p11 * high(v11)
                         sums = sums + (even, odd)
                     else:
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, cs, cs < D, W, ROW, ACC)
-                        sums = sums + (totals[t] + p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11,)
+                        if LONG:
+                            more, less = plus(totals[t], lost[t], p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11)
+                            sums = sums + (more,)
+                            losses = losses + (less,)
+                        else:
+                            sums = sums + (totals[t] + p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11,)
                 totals = sums
+                if LONG:
+                    lost = losses
         q = q0 + tl.arange(0, BLOCK_Q)[:, None]
+        if LONG:
+            sums = ()
+            for t in tl.static_range(TILES * PAIR):
+                sums = sums + (settled(totals[t], lost[t]),)
+            totals = sums
         for t in tl.static_range(TILES):
             total = tl.sum(tl.reshape(totals[PAIR * t], [BLOCK_Q, BLOCK_P // PARTS, WIDTH]), 1)
             if PAIRED:
@@ -136,7 +160,20 @@ def normaliser(
     row, in_q = each.to(OFFSET) * (HEADS * N), q0 + each < Q
     most = tl.full(row.shape, float("-inf"), ACC)
     total = tl.zeros(row.shape, ACC)
-    for s0 in range(0, N, BLOCK):
+    LONG: tl.constexpr = N > MANY * BLOCK
+    if LONG:  # the largest first: sums that are rescaled again and again lose digits
+        for s0 in range(0, N, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)[None, :]
+            x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
+            most = tl.maximum(most, tl.max(x, 1, keep_dims=True))
+        lost = tl.zeros_like(total)
+        for s0 in range(0, N, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)[None, :]
+            x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
+            part = tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0, most)), 1, keep_dims=True)
+            total, lost = plus(total, lost, part)
+        total = settled(total, lost)
+    for s0 in range(0, 0 if LONG else N, BLOCK):
         s = s0 + tl.arange(0, BLOCK)[None, :]
         x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
         more = tl.maximum(most, tl.max(x, 1, keep_dims=True))
@@ -189,6 +226,7 @@ def _attend_gradients(
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     READS: tl.constexpr = d_locations is not None or d_weights is not None
     SOFT: tl.constexpr = LOGITS and d_weights is not None
+    LONG: tl.constexpr = READS and D > MANY * BLOCK_C
     b, h, q0 = which(Q, HEADS, BLOCK_Q * REPEAT)
     if READS:
         image = value + b * (BATCH // VECTOR * VECTOR) + h * D
@@ -232,15 +270,25 @@ def _attend_gradients(
                     a00, a01, a10, a11 = unpacked(part(adds, j, PARTS))
                 g00 = tl.zeros([ROWS, BLOCK_C], ACC)  # summed over tiles
                 g01, g10, g11 = g00, g00, g00
+                if LONG:
+                    l00, l01, l10, l11 = nothing(g00, 4)
                 for c0 in tl.range(0, D, BLOCK_C):
                     if D > BLOCK_C:
                         g = tl.load(g_row + c0, mask=(q0 + of_row < Q) & (c0 + c < D), other=0).to(ACC)
                     if READS:
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, c0 + c, c0 + c < D, W, ROW, ACC)
-                        g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
+                        if LONG:
+                            g00, l00 = plus(g00, l00, g * v00)
+                            g01, l01 = plus(g01, l01, g * v01)
+                            g10, l10 = plus(g10, l10, g * v10)
+                            g11, l11 = plus(g11, l11, g * v11)
+                        else:
+                            g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
                     if d_value is not None:
                         to = d_image + at * (HEADS * D) + c0 + c
                         scatter(to, g, p00, p01, p10, p11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
+                if LONG:
+                    g00, g01, g10, g11 = settled(g00, l00), settled(g01, l01), settled(g10, l10), settled(g11, l11)
                 if READS:
                     d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
                     d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)
