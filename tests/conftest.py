@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import pytest
 
 from helpers import OPERATORS, Operator, Target, improve_interpreter
-from sonde.op import library
+from sonde.op.cache import forget_calls
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     improve_interpreter()
@@ -148,7 +148,7 @@ def numba_target() -> Target:
 def same_state_after():
     """No test leaves torch's global switches changed for the next, nor decisions that depended on what it had changed."""
     threads = torch.get_num_threads()
-    library.forget()
+    forget_calls()
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

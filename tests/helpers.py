@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonde.op import library, memory
+from sonde.op import memory
+from sonde.op.cache import forget_calls
 from sonde.points._reference import searching_in
 
 OPERATORS = [
@@ -353,7 +354,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         fences.append((buffer, span, bad))
         return buffer.as_strided(t.shape, t.stride(), pad)
 
-    library.forget()  # what was decided has found its functions
+    forget_calls()  # what was decided has found its functions
     reused, memory._use_count = memory._use_count, None
     owners: list[tuple] = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
@@ -371,7 +372,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
             else:
                 delattr(owner, n)
         memory._use_count = reused
-        library.forget()
+        forget_calls()
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
         intact = edges.isnan() if bad != bad else edges == bad
@@ -395,7 +396,7 @@ def spy(monkeypatch, operator: Operator, impl: str) -> list[tuple[str, dict]]:
 
 def _around(monkeypatch, module: ModuleType, around: Callable) -> None:
     """Passes of this module go through ``around(phase, run, *args, **keywords)``."""
-    library.forget()
+    forget_calls()
     staged = hasattr(module, "decide_forward")
     for phase in ("forward", "backward"):
         real = getattr(module, f"decide_{phase}" if staged else phase)

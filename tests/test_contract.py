@@ -42,7 +42,7 @@ from helpers import (
     value_and_grads,
 )
 from sonde.jit import Unsupported
-from sonde.op import library
+from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism
 
 try:
@@ -336,7 +336,7 @@ def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
             with monkeypatch.context() as patch:
                 for module in modules:
                     patch.setattr(module, "FORCE_INT64", True)
-                library.forget()
+                forget_calls()
                 wide = value_and_grads(operator.call("triton"), args)
         assert same_bits([*narrow[0], *narrow[1]], [*wide[0], *wide[1]]), (case, dtype)
 

@@ -27,7 +27,7 @@ from helpers import (
     spy,
     value_and_grads,
 )
-from sonde.op import library
+from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism, Kernel, Plan
 
 ORDER = list(Determinism)
@@ -214,7 +214,7 @@ def test_auto_is_explained_as_it_runs(operator, monkeypatch):
     operator.function(*args)
     assert len(seen) == 1
     monkeypatch.setattr("sonde.op.plan.HAS_NUMBA", False)
-    library.forget()
+    forget_calls()
     assert sonde.explain(operator.function, *args).impl == "reference"
     operator.function(*args)
     assert len(seen) == 1

@@ -81,7 +81,7 @@ def main(name: str) -> None:
         from helpers import OPERATORS, Operator, floats
         from sonde.grid import _gpu_layout
         from sonde.jit.workers import CompileOnly
-        from sonde.op.library import decide
+        from sonde.op.register import decide
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))

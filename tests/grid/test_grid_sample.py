@@ -28,7 +28,7 @@ from helpers import (
 )
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
-from sonde.op.library import decide
+from sonde.op.register import decide
 
 try:
     from hypothesis import given, settings

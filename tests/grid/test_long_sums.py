@@ -8,6 +8,7 @@ from torch import Tensor
 
 import sonde
 from helpers import deterministic, floats, value_and_grads
+from sonde.op.cache import forget_calls
 
 LEVELS = ((4, 4), (2, 2))
 CHANNELS_LAST = torch.channels_last
@@ -167,7 +168,7 @@ def test_slices_of_an_anchor(slices, points, triton_target, monkeypatch):
     monkeypatch.setattr(gpu, "slices_of", lambda A, N: slices)
     for few in (True, False) if points < 100 else (True,):
         monkeypatch.setattr(gpu_configs, "ADDITIONS", type(gpu_configs.ADDITIONS)(1 if few else 10_000))
-        sonde.op.library.forget()
+        forget_calls()
         check("triton", triton_target.device, *aggregation(Terms(False), P=points), exempt=True)
 
 

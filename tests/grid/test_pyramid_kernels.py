@@ -9,7 +9,7 @@ import sonde
 from helpers import Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
-from sonde.op.library import decide
+from sonde.op.register import decide
 
 OPERATORS = ["grid.deformable_aggregation", "grid.ms_deform_attn"]
 WRONG = [0, 1, -1, 7, -9, 40]

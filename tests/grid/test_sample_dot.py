@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import sonde
 from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
+from sonde.op.cache import forget_calls
 
 OPERATOR = Operator.find("grid.sample_dot")
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3, octaves=2)
@@ -255,7 +256,7 @@ def test_few_queries_need_not_clear_large_images(triton_target, monkeypatch):
     args = make(triton_target, Q=1)
     for cleared in (0, 1 << 15):
         monkeypatch.setattr(form, "CLEARED", cleared)
-        sonde.op.library.forget()
+        forget_calls()
         images, samples, queries, depths, octaves = args
         grad = torch.empty(*queries.shape[:3], samples.shape[2], device=images.device)
         this = form.prepare(("images", "rows"), (images, samples, grad, queries, depths), octaves, None, False)

@@ -38,7 +38,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from sonde.grid.sample_sum import cases, gpu
     args = cases.make(**cases.SMALL["one_of_each"])
-    from sonde.op.library import decide
+    from sonde.op.register import decide
     out = decide(gpu, args)(*args)
     decide(gpu, (out, *args), [True] * 3)(out, *args)
 from sonde.op.gpu import _compiled

@@ -14,7 +14,7 @@ import torch
 import sonde
 from helpers import Target, same_bits, value_and_grads
 from sonde.jit import Unsupported
-from sonde.op import library
+from sonde.op.cache import forget_calls
 from sonde.points import _points
 
 
@@ -57,7 +57,7 @@ def test_is_not_built_again(numba_target, monkeypatch):
     built = []
     real = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *args: built.append(args) or real(*args))
-    library.forget()
+    forget_calls()
     sonde.knn_aggregate(queries, points, features, 5, index=index)
     assert not built
     value_and_grads(lambda q, p, f: sonde.knn_aggregate(q, p, f, 5), (queries, points, features))

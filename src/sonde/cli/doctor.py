@@ -39,6 +39,7 @@ def examine() -> dict:
         devices=_list(_devices),
         implementations=_list(_implementations),
         cache=_try(_cache),
+        missing_in_torch=_try(_missing),
     )
 
 
@@ -170,6 +171,13 @@ def _smoke(impl: str, kind: str) -> str:
     return f"tried with gradients, first call {seconds:.1f} s"
 
 
+def _missing() -> dict[str, str]:
+    """Private names that this torch does not have, and what is done without them."""
+    from ..op.torch_private import MISSING
+
+    return MISSING
+
+
 def _cache() -> dict:
     from ..op.cache import cache_dir
 
@@ -211,6 +219,8 @@ def show(found: dict) -> None:
             status = "no" if not each["runs"] else "yes, by default" if each["auto"] else "yes"
             rows.append([each["impl"], each["device"], status, each["note"]])
     table(["implementation", "on", "runs", ""], rows, left=4)
+    for name, without in found["missing_in_torch"].items():
+        print(f"This torch has no {name}: {without}.")
     cache = found["cache"]
     if "error" in cache:
         print(f"Cache: {cache['error']}")

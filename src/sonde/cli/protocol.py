@@ -8,9 +8,9 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..op.plan import choose
+from ..op.torch_private import fake_mode
 from . import timing
 from .check import Truth, every, forward_backward, leaves
 from .environment import environment
@@ -46,7 +46,7 @@ class Job:
 
     def outlines(self, grad: bool) -> list:
         """The same without their values, for a plan: they take no memory, and their device need not be there."""
-        with FakeTensorMode():
+        with fake_mode():
             args = replace(self, device=torch.device("cpu")).inputs()  # generators of other devices need the device
             new = partial(torch.empty_strided, device=self.device, requires_grad=grad)
             return [new(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..op.cpu import NUMPY, array, run
 from ..op.dtypes import accumulator
 from ..op.lanes import LANES
-from ..op.library import memory_format
+from ..op.layout import memory_format
 from ..op.memory import dense, empty, is_dense, zeros
 from ..op.plan import Determinism, Kernel
 from ._cpu_form_kernels import per_channel, per_query

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import jit
 from ..op.dtypes import accumulator
 from ..op.gpu import outline, room, zeros
-from ..op.library import memory_format
+from ..op.layout import memory_format
 from ..op.plan import Determinism, Kernel
 from ._gpu_fixed import finishing
 from ._gpu_form_kernels import Problem, form, launch_rows, rows, rows_config

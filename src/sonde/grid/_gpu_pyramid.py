@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..op.cache import MAX_ENTRIES
 from ..op.gpu import cdiv, launch, power_of_2, vector_of
+from ..op.torch_private import is_fake
 
 
 class Levels(NamedTuple):
@@ -58,7 +58,7 @@ def layout_of(features: Tensor, force_int64: bool) -> Layout:
         row = width
     if copy or B <= 1:
         batch = S * row
-    known = not copy and not isinstance(features, FakeTensor)
+    known = not copy and not is_fake(features)
     odd = known and features.data_ptr() // features.element_size() % 2
     return Layout(copy, row, batch, 1 if odd else vector_of(16, batch), force_int64 or S * max(row, width, 2) >= 2**31 - 2**20)
 

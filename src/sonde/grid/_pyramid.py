@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..op import checks
 from ..op.cache import CallCache
+from ..op.torch_private import is_wrapped
 
 INTEGERS = (torch.int64, torch.int32)
 LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
@@ -169,7 +170,7 @@ def _on_host(x: Any) -> bool:
         return True
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)
 
 
 def _listed(name: str, argument: str, x: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..jit import Launch, release
+from .torch_private import empty_strided
 
 release.attach()
 
@@ -90,7 +91,7 @@ def room(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[
     The device is the current one of its type.
     """
     size, strides = tuple(outline.shape), tuple(outline.stride())
-    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # what compiled graphs call
+    make = empty_strided(device.type)
     return partial(make, size, strides, dtype) if make else partial(torch.empty_strided, size, strides, dtype=dtype, device=device)
 
 

@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .torch_private import storage_use_count
+
 ROOM = 1 << 27
 SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
 LARGE_PAGE = 1 << 21
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] | None = storage_use_count
 
 
 class Kept:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..jit import Unsupported
 from ..op import plan
+from ..op.torch_private import dispatch_modes, transforming
 
 DIMENSIONS = 3  # that kernels have; more go through the reference
 NEIGHBOURS = 64  # that a GPU kernel holds
@@ -63,16 +64,12 @@ def _memory(device: torch.device) -> int:
 
 def in_sight(*tensors: Tensor) -> bool:
     """Whether numbers may be looked at: nobody traces, maps or plans."""
-    return in_memory(*tensors) and not torch._C._are_functorch_transforms_active()
+    return in_memory(*tensors) and not transforming()
 
 
 def in_memory(*tensors: Tensor) -> bool:
     """Whether there are numbers: nobody traces or plans."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(t.device.type != "meta" for t in tensors)
-    )
+    return not torch.compiler.is_compiling() and not dispatch_modes() and all(t.device.type != "meta" for t in tensors)
 
 
 def plain(x: Any) -> bool:

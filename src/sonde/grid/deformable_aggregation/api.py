@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from ...op import checks
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
 from .. import _pyramid as pyramid
 from . import reference
 

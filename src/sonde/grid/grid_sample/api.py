@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...op import checks
-from ...op.library import memory_format, operator
+from ...op.layout import memory_format
 from ...op.plan import Impl
+from ...op.register import operator
 from .._reference import joint_batch
 from . import reference
 

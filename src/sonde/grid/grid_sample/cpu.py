@@ -18,7 +18,7 @@ from torch import Tensor
 from ...op.cpu import array, array_part, exact_part, jit, part, run
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
-from ...op.library import memory_format
+from ...op.layout import memory_format
 from ...op.memory import dense, empty, zeros
 from ...op.plan import Determinism, Kernel
 from .._cpu_sums import BLOCK as TERMS

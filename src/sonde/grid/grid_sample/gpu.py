@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import jit
 from ...op.dtypes import accumulator
 from ...op.gpu import outline, room, zeros
-from ...op.library import memory_format
+from ...op.layout import memory_format
 from ...op.plan import Determinism, Kernel
 from .. import _gpu_gather as gathers
 from .._gpu_axes import MODES, PADDINGS, TAPS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from ...op.library import memory_format
+from ...op.layout import memory_format
 from .._reference import joint_batch
 
 A = -0.75  # of the cubic kernel, as every user of images has it

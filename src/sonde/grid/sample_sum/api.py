@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...op import checks
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
 from . import reference
 
 

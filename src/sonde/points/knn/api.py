@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...op import checks
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
 from .. import _points as shared
 from ..point_index.api import PointIndex
 from . import reference

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op import checks
-from ...op.library import operator
+from ...op.register import operator
 from . import reference
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ...op import checks, plan
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
+from ...op.torch_private import unwrapped, without_transforms
 from .._numbers import implementation, in_memory, offsets, plain
 from ..point_hash import point_hash
 from . import reference
@@ -84,10 +84,7 @@ def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
     levels: set[int] = set()
     if torch.compiler.is_compiling():
         return None, levels
-    while torch._C._functorch.is_functorch_wrapped_tensor(points):
-        if torch._C._functorch.is_batchedtensor(points):
-            levels.add(torch._C._functorch.maybe_get_level(points))
-        points = torch._C._functorch.get_unwrapped(points)
+    points, levels = unwrapped(points)
     known = not levels and type(points) in (Tensor, torch.nn.Parameter) and in_memory(points)
     return points if known else None, levels
 
@@ -102,7 +99,7 @@ def _hash_of(points: Tensor) -> Tensor:
     seen = _seen(points)[0]
     if seen is None:
         return point_hash(_rows(points))
-    with temporarily_clear_interpreter_stack():  # no transform is to wrap what is only compared
+    with without_transforms():  # no transform is to wrap what is only compared
         return point_hash(_rows(seen))
 
 
@@ -201,7 +198,7 @@ class PointIndex(NamedTuple):
         seen, then = _seen(points)[0], _seen(self.hash)[0]
         if seen is None or then is None or not (waits or seen.device.type == "cpu"):
             return now == self.hash
-        with temporarily_clear_interpreter_stack():
+        with without_transforms():
             same = torch.equal(now, then)
         if not same:
             raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
 from .. import _points as shared
 from .._numbers import positive
 from ..point_index.api import PointIndex

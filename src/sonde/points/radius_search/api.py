@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...op import plan
-from ...op.library import operator
 from ...op.plan import Impl
+from ...op.register import operator
+from ...op.torch_private import is_batched
 from .. import _points as shared
 from .._numbers import positive
 from ..point_index.api import PointIndex
@@ -57,7 +58,7 @@ _radius_search = operator(
 def _form(queries, points, radius, index, batch, impl) -> tuple[shared.Form, float]:
     radius = positive(NAME, "radius", radius)
     form = shared.form(NAME, queries, points, index=index, batch=batch, impl=impl, waits=True)
-    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_batchedtensor, (form.queries, form.points))):
+    if not torch.compiler.is_compiling() and any(map(is_batched, (form.queries, form.points))):
         raise ValueError(f"{NAME}: the size of the result depends on the data, so torch.vmap cannot map it; use radius_neighbors")
     return form, radius
 

@@ -1,4 +1,4 @@
-"""``op/library.py`` itself: several outputs, outputs without gradient, optional tensors, saved tensors, folding.
+"""``op/register.py`` and ``op/calls.py``: several outputs, outputs without gradient, optional tensors, saved tensors, folding.
 
 The operators here exist for these tests only; their "kernels" are modules made on the spot, which count their calls.
 """
@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.op import kinds
-from sonde.op.library import operator
+from sonde.op import calls
 from sonde.op.plan import Determinism, Kernel
+from sonde.op.register import operator
 
 CALLS: list[tuple] = []
 
@@ -402,12 +402,12 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_guard_tells_kinds_apart(what):
     """Whatever a decision may depend on; equal values are equal wherever they lie."""
-    like, (i, other) = kinds.like(OF_A_KIND), OTHERS[what]
+    like, (i, other) = calls.guard_of(OF_A_KIND), OTHERS[what]
     assert like(OF_A_KIND)
     assert like([torch.ones_like(x) if isinstance(x, Tensor) else (1, 2) if x == (1, 2) else x for x in OF_A_KIND])
     assert not like([other if j == i else x for j, x in enumerate(OF_A_KIND)])
     if i == 0:  # the same where there are tensors only
-        like = kinds.like(OF_A_KIND[:1])
+        like = calls.guard_of(OF_A_KIND[:1])
         assert like(OF_A_KIND[:1])
         assert not like([other])
 
@@ -415,15 +415,15 @@ def test_a_guard_tells_kinds_apart(what):
 def test_a_guard_takes_what_comes_twice():
     """As points do that look for their own neighbours; then it must come twice again."""
     x, y = torch.zeros(2, 3), torch.zeros(2, 3)
-    like = kinds.like([x, 1, x])
+    like = calls.guard_of([x, 1, x])
     assert like([y, 1, y])
     assert not like([x, 1, y])
-    assert not kinds.like([x, 1, y])([x, 1, x])
+    assert not calls.guard_of([x, 1, y])([x, 1, x])
 
 
 def test_a_guard_sees_who_watches():
     """Modes, transforms and traces leave something in the state of a thread that it looks at."""
-    like, seen = kinds.like(OF_A_KIND), []
+    like, seen = calls.guard_of(OF_A_KIND), []
 
     def look(x):
         seen.append(like(OF_A_KIND))
@@ -447,10 +447,10 @@ def test_a_pass_runs_on_its_tensors_device(current, monkeypatch):
     """Where there are several, the other one is made current for the time being; the right one is left alone."""
     entered = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
     for strict in (False, True):
-        act = kinds.placed(lambda x: x + 1, torch.device("cuda:1"), strict)
+        act = calls.placed(lambda x: x + 1, torch.device("cuda:1"), strict)
         assert act(2) == 3
     assert entered == [torch.device("cuda:1")] * (2 if current == 0 else 0)
 
@@ -463,13 +463,13 @@ def test_nothing_is_filled_that_kernels_will_write():
         assert not filled.fill_uninitialized_memory
         return 1 // (not fails)
 
-    act = kinds.placed(run, torch.device("cpu"), True)
+    act = calls.placed(run, torch.device("cpu"), True)
     assert filled.fill_uninitialized_memory
     assert act(False) == 1
     with pytest.raises(ZeroDivisionError):
         act(True)
     assert filled.fill_uninitialized_memory
-    assert kinds.placed(run, torch.device("cpu"), False) is run
+    assert calls.placed(run, torch.device("cpu"), False) is run
 
 
 def test_the_last_thread_puts_the_setting_back():
@@ -478,7 +478,7 @@ def test_the_last_thread_puts_the_setting_back():
     seen = []
 
     def early():
-        with kinds.unfilled():
+        with calls.unfilled():
             both.wait()
             both.wait()
         seen.append(filled.fill_uninitialized_memory)
@@ -487,7 +487,7 @@ def test_the_last_thread_puts_the_setting_back():
     thread = threading.Thread(target=early)
     thread.start()
     both.wait()
-    with kinds.unfilled():
+    with calls.unfilled():
         both.wait()
         both.wait()
     thread.join()

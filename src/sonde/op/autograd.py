@@ -1,0 +1,200 @@
+"""Derivatives of operators: first ones by kernels, higher ones and forward mode by the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..jit import settings
+from .calls import PreparedCall, plain
+from .plan import recording
+from .torch_private import is_pre_dispatch, observed, one_level, transforming, unbound_apply
+
+if TYPE_CHECKING:
+    from .register import Operator
+
+
+class Applied(NamedTuple):
+    """Ways into an operator's ``autograd.Function``: each takes a prepared call and the tensors, or backward's arguments."""
+
+    eager: Callable[..., Any]
+    functional: Callable[..., Any]  # where torch.func is at work
+    functional_level: Callable[..., Any]  # the same from inside the dispatcher
+    backward: Callable[..., tuple]  # takes (needs, impl, deterministic, *grads, *arguments, *saved)
+    backward_level: Callable[..., tuple]
+
+
+def autograd_functions(op: Operator) -> Applied:
+    backward = backward_function(op)
+    save, gradients = saving(op), differentiating(op, backward)
+    functional = functional_function(op, save, gradients)
+    eager = eager_function(op, save, gradients)
+    return Applied(unbound_apply(eager), functional.apply, one_level(functional), unbound_apply(backward), one_level(backward))
+
+
+def eager_function(op: Operator, save: Callable, gradients: Callable) -> type[torch.autograd.Function]:
+    """Forward, where torch.func is not at work: its conventions cost as much as a launch."""
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, call: PreparedCall, *tensors):
+            output = call.forward(*tensors, *call.values)
+            save(ctx, call, tensors, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    Eager.__name__ = op.signature.name
+    return Eager
+
+
+def functional_function(op: Operator, save: Callable, gradients: Callable) -> type[torch.autograd.Function]:
+    """Forward as torch.func wants it."""
+
+    class Functional(torch.autograd.Function):
+        @staticmethod
+        def forward(call: PreparedCall, *tensors):
+            return op.run_forward(*tensors, *call.values, call.impl, call.deterministic)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            call, *tensors = inputs
+            save(ctx, call, tensors, output)
+
+        backward = staticmethod(gradients)
+
+        @staticmethod
+        def vmap(info, in_dims, call, *tensors):
+            return op.fold(info, in_dims[1:], tensors, lambda *xs: Functional.apply(call, *xs))
+
+    Functional.__name__ = op.signature.name
+    return Functional
+
+
+def backward_function(op: Operator) -> type[torch.autograd.Function]:
+    """First derivatives by kernels, whoever asks; only *their* derivative goes through the reference."""
+    g, n, count = len(op.signature.graded), op.signature.tensors, len(op.signature.names)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(needs, impl, deterministic, *args):
+            return as_tuple(op.run_backward(*args, needs, impl, deterministic))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.needs, _, _, *args = inputs
+            ctx.values = args[g + n : g + count]
+            ctx.save_for_backward(*args[: g + n])
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            given = [*ctx.saved_tensors, *ctx.values]  # what was saved is a function of these
+            inner = [i for i, need in enumerate(ctx.needs_input_grad[3 : 3 + len(given)]) if need]
+
+            def first(*xs):
+                full = replaced(given, inner, xs)
+                return reference_vjp(op, full[:g], full[g:], ctx.needs)
+
+            cotangents = tuple(c for c, need in zip(cotangents, ctx.needs) if need)
+            found = torch.func.vjp(first, *[given[i] for i in inner])[1](cotangents)
+            return None, None, None, *replaced([None] * len(given), inner, found), *[None] * len(op.signature.saved)
+
+        @staticmethod
+        def vmap(info, in_dims, needs, impl, deterministic, *args):
+            return op.fold(info, in_dims[3:], args, lambda *xs: Backward.apply(needs, impl, deterministic, *xs), g)
+
+    Backward.__name__ = f"{op.signature.name}_backward"
+    return Backward
+
+
+def saving(op: Operator) -> Callable[..., None]:
+    """What a call keeps for its backward pass."""
+    about = op.signature
+    forward_only, ungraded, saved = about.forward_only, about.ungraded, about.saved
+
+    def save(ctx, call: PreparedCall, tensors: Sequence, output) -> None:
+        ctx.call = call
+        if forward_only:
+            tensors = [None if i in forward_only else x for i, x in enumerate(tensors)]
+        if ungraded:
+            ctx.mark_non_differentiable(*[output[i] for i in ungraded])
+            ctx.set_materialize_grads(len(about.graded) > 1)  # nobody reads zeros in place of the gradients that are not there
+        kept = [as_tuple(output)[i] for i in saved] if saved else ()
+        ctx.save_for_backward(*tensors, *kept)
+
+    return save
+
+
+def differentiating(op: Operator, backward: type[torch.autograd.Function]) -> Callable[..., tuple]:
+    """The backward pass of a call: a gradient for each argument of its ``autograd.Function``, the prepared call and the tensors."""
+    about, n = op.signature, op.signature.tensors
+    graded, ungraded, saved, differentiable = about.graded, about.ungraded, about.saved, about.differentiable
+
+    def gradients(ctx, *grads):
+        call, found, asked = ctx.call, ctx.saved_tensors, ctx.needs_input_grad
+        if ungraded:
+            grads = tuple([grads[i] for i in graded])
+        if grads[0] is None:  # what was computed of the result does not depend on it
+            return (None,) * (1 + n)
+        args = (*grads, *found[:n], *call.values, *found[n:]) if saved else (*grads, *found, *call.values)
+        twice = torch.is_grad_enabled()  # someone may differentiate again
+        seen = observed() or recording()
+        if not twice and not seen:
+            for guard, run in call.backward.get(asked, ()):
+                if guard((*grads, *found)):
+                    return run(*args)
+        needs = tuple([asked[1 + i] for i in differentiable])
+        with settings.use(call.settings):
+            if twice or seen or plain(args) is None:
+                if seen and not transforming():
+                    out = observed_backward(op, args, needs, call)
+                else:
+                    out = (backward.apply if twice else backward.forward)(needs, call.impl, call.deterministic, *args)
+                return spread(op, lambda: [grad for grad, need in zip(out, needs) if need], needs)()
+            run = spread(op, op.prepare(call.impl, args, call.deterministic, needs), needs)
+            out = run(*args)
+        call.add_backward(asked, (*grads, *found), run)
+        return out
+
+    return gradients
+
+
+def observed_backward(op: Operator, args: Sequence, needs: tuple, call: PreparedCall) -> tuple:
+    if is_pre_dispatch() and op.signature.backward_reads_its_result:
+        raise NotImplementedError(
+            f"{op.signature.name}: its gradient reads its result, of which torch loses track in pre-dispatch traces; "
+            "trace the gradient with make_fx(..., pre_dispatch=False)"
+        )
+    return as_tuple(op.backward_op(*args, needs, call.impl, call.deterministic))
+
+
+def spread(op: Operator, run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:
+    """The gradients that `run` finds, each in the place of its argument of the ``autograd.Function``."""
+    places = [1 + i for i, need in zip(op.signature.differentiable, needs) if need]
+    take = itemgetter(*[1 + places.index(i) if i in places else 0 for i in range(1 + op.signature.tensors)])
+    return lambda *args: take((None, *run(*args)))
+
+
+def reference_vjp(op: Operator, grads: Sequence, args: Sequence, needs: Sequence[bool]) -> tuple:
+    """The gradients that are needed, by the definition itself."""
+    chosen = [i for i, need in zip(op.signature.differentiable, needs) if need]
+
+    def value(*xs):
+        out = as_tuple(op.reference(*replaced(args, chosen, xs)))
+        return tuple(out[i] for i in op.signature.graded)
+
+    return torch.func.vjp(value, *[args[i] for i in chosen])[1](tuple(grads))
+
+
+def as_tuple(out) -> tuple:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def replaced(values: Sequence, where: Sequence[int], by: Sequence) -> list:
+    values = list(values)
+    for i, x in zip(where, by):
+        values[i] = x
+    return values

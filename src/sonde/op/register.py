@@ -1,0 +1,268 @@
+"""What an operator is: a PyTorch reference, kernels that accelerate it, and one registration.
+
+The only module that talks to ``torch.library``. Eager calls go straight to an ``autograd.Function``; compiled and exported
+graphs hold ``sonde::<name>`` and reach the same functions through the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..jit import token
+from . import plan
+from .autograd import as_tuple, autograd_functions
+from .cache import CallCache
+from .calls import PreparedCall, PreparedCalls, frozen, is_observed, placed, plain, resolved
+from .layout import memory_format
+from .signature import Signature
+from .torch_private import (
+    CAN_SKIP_AUTOGRAD,
+    below_autograd,
+    deterministic,
+    forward_mode,
+    functionalizing,
+    has_tangent,
+    transforming,
+)
+
+NAMESPACE = "sonde"
+KERNELS = {"triton": "gpu", "numba": "cpu"}
+
+
+class Operator:
+    """A registered operator; call it with the schema's arguments and ``impl=``."""
+
+    def __init__(
+        self, signature: Signature, package: str | None, reference: Callable, check: Callable, fake: Callable, folds: bool
+    ) -> None:
+        self.signature, self.package = signature, package
+        self.reference, self.check, self.fake, self.folds = reference, check, fake, folds
+        self.passes: CallCache[Callable] = CallCache()  # prepared ones, of calls that come through the dispatcher, too
+        self.calls = PreparedCalls()
+        self.kernels = cache(lambda impl: import_module(f"{package}.{KERNELS[impl]}"))
+        name = signature.name
+        self.forward_op = _define(name, signature.forward_schema, self._forward, self._fake_forward)
+        self.backward_op = _define(f"{name}_backward", signature.backward_schema, self._backward, self._fake_backward)
+        self._below = self.forward_op, self.backward_op
+        if not CAN_SKIP_AUTOGRAD:  # then operators that autograd does not know stand for what is below it
+            self._below = (
+                _define(f"{name}_kernel", signature.forward_schema, self._forward, self._fake_forward),
+                _define(f"{name}_backward_kernel", signature.backward_schema, self._backward, self._fake_backward),
+            )
+        self.apply = autograd_functions(self)
+        self._apply_eager, self._tensors = self.apply.eager, signature.tensors
+        # graphs of torch.export train too, and torch.func works inside torch.compile
+        torch.library.impl(f"{NAMESPACE}::{name}", "Autograd", self._dispatched)
+        torch.library.impl(f"{NAMESPACE}::{name}_backward", "Autograd", self._dispatched_backward)
+        for op, first in ((self.forward_op, 0), (self.backward_op, len(signature.graded))):
+            torch.library.register_vmap(op, lambda info, dims, *args, op=op, first=first: self.fold(info, dims, args, op, first))
+
+    def __call__(self, *args, impl: str):
+        if torch.compiler.is_compiling():
+            return self._traced(args, impl)
+        key, call = self.calls.find(impl, args)
+        if call is not None:  # a warm call: nothing is checked again, and nothing goes through the dispatcher
+            return self._apply_eager(call, *args[: self._tensors]) if call.recorded else call.forward(*args)
+        self.check(*args)
+        name, n, fixed = self.signature.name, self.signature.tensors, deterministic()
+        impl, given, args = plan.choose(name, impl, args[0]), args, resolved(args)
+        if plan.recording():
+            kernels = None if impl == "reference" else self.kernels(impl)
+            plan.record(name, impl, kernels, args, self.signature.differentiable, fixed)
+            return self.fake(*args)
+        if impl == "reference" or forward_mode():
+            return self.reference(*args)
+        if transforming() and not functionalizing():
+            return self.apply.functional(PreparedCall(impl, fixed, args[n:], self._forward), *args[:n])
+        if key is None or not plain(given):  # the operator that torch knows: every mode, subclass and tracer has its say
+            return self.forward_op(*args, impl, fixed)
+        call = PreparedCall(impl, fixed, args[n:], self.prepare(impl, args, fixed), self._recorded(args))
+        out = self._apply_eager(call, *args[:n]) if call.recorded else call.forward(*args)
+        self.calls.add(key, args, call)
+        return out
+
+    def prepare(self, impl: str, args: Sequence, fixed: bool, needs: tuple = ()) -> Callable:
+        """What a pass over such arguments does, the backward pass if there are `needs`; `fixed`: the same bits in every run."""
+        module = self.kernels(impl)
+
+        def anew() -> Callable:
+            return placed(decide(module, args, needs, fixed), args[0].device, fixed)
+
+        key = plain(args) if hasattr(module, "decide_forward") else None
+        if key is None:
+            return anew()
+        key = impl, needs, fixed, token(), key
+        return self.passes.get(key) or self.passes.put(key, anew())
+
+    def run_forward(self, *args):
+        """What ``sonde::<name>`` dispatches to below autograd: directly where nobody observes."""
+        return _run(self._below[0], self._forward, args)
+
+    def run_backward(self, *args):
+        return _run(self._below[1], self._backward, args)
+
+    def fold(self, info, in_dims, args, function: Callable, first: int = 0):
+        """vmap by one call: the mapped dimension becomes part of the batch. `first` is where the inputs begin."""
+        about = self.signature
+        for i in about.unbatched:
+            if in_dims[first + i] is not None:
+                raise ValueError(
+                    f"{about.name}: {about.names[i]} must be the same for all rows of a batch; torch.vmap must not map it"
+                )
+        if not self.folds:
+            return _loop(info, in_dims, args, function)
+        return _fold(info, in_dims, args, function, {first + i for i in about.unbatched})
+
+    def _traced(self, args: tuple, impl: str):
+        self.check(*args)
+        impl = plan.choose(self.signature.name, impl, args[0])
+        if impl == "reference" or forward_mode():
+            return self.reference(*args)
+        return self.forward_op(*args, impl, torch.are_deterministic_algorithms_enabled())
+
+    def _recorded(self, args: Sequence) -> bool:
+        """True if somebody may ask for gradients."""
+        return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in self.signature.differentiable)
+
+    # what torch.library is given
+
+    def _forward(self, *arguments):
+        *args, impl, fixed = frozen(arguments)
+        return self.prepare(impl, args, fixed)(*args)
+
+    def _backward(self, *arguments):
+        *args, needs, impl, fixed = frozen(arguments)
+        found = iter(self.prepare(impl, args, fixed, needs)(*args))
+        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
+        return out[0] if len(out) == 1 else out
+
+    def _fake_forward(self, *args):
+        return self.fake(*args[:-2])
+
+    def _fake_backward(self, *args):
+        about, needs = self.signature, args[-3]
+        inputs = args[len(about.graded) : len(about.graded) + len(about.names)]
+        out = tuple(
+            torch.empty_like(inputs[i], memory_format=memory_format(inputs[i], i in about.channels_last))
+            if need
+            else args[0].new_empty(0)
+            for i, need in zip(about.differentiable, needs)
+        )
+        return out[0] if len(out) == 1 else out
+
+    def _dispatched(self, *arguments):
+        *args, impl, fixed = resolved(arguments)
+        if any(map(has_tangent, args)):  # kernels have no forward-mode derivative
+            return self.reference(*args)
+        if not self._recorded(args):
+            return self.run_forward(*args, impl, fixed)
+        n = self.signature.tensors
+        call = PreparedCall(impl, fixed, tuple(args[n:]), lambda *args: self.run_forward(*args, impl, fixed))
+        return (self.apply.functional_level if transforming() else self._apply_eager)(call, *args[:n])
+
+    def _dispatched_backward(self, *arguments):
+        *args, needs, impl, fixed = arguments
+        if any(map(has_tangent, args)):
+            raise NotImplementedError(
+                f"{self.signature.name}: a gradient has no forward-mode derivative here; use impl='reference'"
+            )
+        found = (self.apply.backward_level if transforming() else self.apply.backward)(needs, impl, fixed, *args)
+        return found[0] if len(self.signature.differentiable) == 1 else found
+
+
+def operator(
+    schema: str,
+    *,
+    package: str | None,
+    reference: Callable,
+    check: Callable,
+    fake: Callable,
+    differentiable: Sequence[str],
+    channels_last: Sequence[str] = (),
+    unbatched: Sequence[str] = (),
+    folds: bool = True,
+    forward_only: Sequence[str] = (),
+    saved: Sequence[int] = (),
+    no_grad: Sequence[int] = (),
+) -> Operator:
+    """Register ``sonde::<name>`` and ``sonde::<name>_backward``; return ``f(*args, impl)``.
+
+    ``gpu.py`` and ``cpu.py`` of `package` have
+
+    - ``forward(*args)``, which returns what the schema says,
+    - ``backward(*grads, *args, *saved, needs, deterministic)``, which yields one gradient per true entry of `needs`,
+    - ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
+
+    Where there is something to decide, they have ``decide_forward`` and ``decide_backward`` in place of the first two. These take
+    the same arguments and return a function of the positional ones, which is kept for all calls of their kind. A kind is
+    shapes, strides, dtypes, devices and alignment of tensors, and the other arguments themselves.
+
+    Args:
+        schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
+        reference: The definition, in plain PyTorch, with the same arguments and results.
+        check: Raises for bad arguments, in words for the user; what it says depends on kinds of tensors and on other values only.
+        fake: Checks its arguments too and returns empty results.
+        differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
+        channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
+        unbatched: Tensors without a batch dimension, the same for all rows of the others'.
+        folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
+        forward_only: Tensors that change no result, and that the backward pass has no use for: it gets None.
+        saved: Positions of the results that the backward pass wants to see.
+        no_grad: Positions of the results that have no gradient.
+
+    Every other tensor has a leading batch dimension, into which ``torch.func.vmap`` folds the mapped one.
+    """
+    signature = Signature.parse(schema, differentiable, channels_last, unbatched, forward_only, saved, no_grad)
+    return Operator(signature, package, reference, check, fake, folds)
+
+
+def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable:
+    """What a pass of these kernels does to such arguments: the backward pass if there are `needs`."""
+    how = dict(needs=needs, deterministic=deterministic)
+    if hasattr(kernels, "decide_forward"):
+        return kernels.decide_backward(*args, **how) if needs else kernels.decide_forward(*args)
+    return partial(kernels.backward, **how) if needs else kernels.forward
+
+
+def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
+    qualname = f"{NAMESPACE}::{name}"
+    torch.library.define(qualname, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        torch.library.impl(qualname, key, impl)
+    torch.library.register_fake(qualname, fake)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _run(op: Any, function: Callable, args: Sequence[Any]):
+    if not is_observed() and plain(args):
+        return function(*args)
+    with below_autograd():
+        return op(*args)
+
+
+def _fold(info, in_dims, args, function, alone):
+    n = info.batch_size
+
+    def folded(i, x, dim):
+        if not isinstance(x, Tensor) or i in alone:
+            return x
+        return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    out = function(*[folded(i, x, dim) for i, (x, dim) in enumerate(zip(args, in_dims))])
+    parts = tuple(x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in as_tuple(out))
+    return (parts, (0,) * len(parts)) if isinstance(out, (tuple, list)) else (parts[0], 0)
+
+
+def _loop(info, in_dims, args, function):
+    rows = [[x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)] for i in range(info.batch_size)]
+    found = [function(*row) for row in rows]
+    if not isinstance(found[0], (tuple, list)):
+        return torch.stack(found), 0
+    parts = tuple(map(torch.stack, zip(*found)))
+    return parts, (0,) * len(parts)
