@@ -145,7 +145,6 @@ def _ball(
         )
         bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
         if bits != 0:
-            some = none
             part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
             while bits != 0:
                 j = found * LEAF + lowest(bits)
@@ -160,20 +159,19 @@ def _ball(
                 rise = (one - d) * rate
                 w = tl.where(here, tl.exp(rise), 0.0)
                 leap = here & (rise > LEAP)
-                if tl.max((leap | ((total + some + w) * unit > 0.5)).to(tl.int32), 0) != 0:
+                if tl.max((leap | ((total + w) * unit > 0.5)).to(tl.int32), 0) != 0:
                     less = tl.where(leap, tl.exp(-rise), 1.0)
                     one, w = tl.where(leap, d, one), tl.where(leap, 1.0, w)
-                    total, total_lost, some = total * less, total_lost * less, some * less
+                    total, total_lost = total * less, total_lost * less
                     less, unit = less / unit, none + UNIT
                     for _ in tl.static_range(6):
-                        unit = tl.where((total + some + w) * unit > 0.5, unit * UNIT, unit)
+                        unit = tl.where((total + w) * unit > 0.5, unit * UNIT, unit)
                     less *= unit
                     acc, lost, part = acc * less[None, :], lost * less[None, :], part * less[None, :]
-                some += w
+                total, total_lost = plus(total, total_lost, w)
                 w = w * unit
                 added = tl.fma(w[None, :].broadcast_to(part.shape), value[:, None].broadcast_to(part.shape), part)
                 part = tl.where(here[None, :], added, part)
-            total, total_lost = plus(total, total_lost, some)
             acc, lost = plus(acc, lost, part)
 
     total = total + total_lost
@@ -264,9 +262,7 @@ def _ball_gradients(
         )
         bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
         if bits != 0:
-            # the same sums over this leaf
-            px, py, pz, pm = none, none, none, none
-            pw, pa, pux, puy, puz, pg = none, none, none, none, none, none
+            pw, pa, pux, puy, puz, pg, pm = none, none, none, none, none, none, none  # sums over this leaf
             part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
             while bits != 0:
                 j = found * LEAF + lowest(bits)
@@ -316,34 +312,32 @@ def _ball_gradients(
                         if d_sigma is not None:
                             pg += w * gap
                             pm += a * (w * gap)
-                    px, py, pz = px + a * ux, py + a * uy, pz + a * uz
+                    gx, lost_x = plus(gx, lost_x, a * ux)  # one by one: sums of the leaf would take registers
+                    gy, lost_y = plus(gy, lost_y, a * uy)
+                    gz, lost_z = plus(gz, lost_z, a * uz)
             if FEATURES:
                 acc, lost = plus(acc, lost, part)
-            if COORDINATES:
-                gx, lost_x = plus(gx, lost_x, px)
-                gy, lost_y = plus(gy, lost_y, py)
-                gz, lost_z = plus(gz, lost_z, pz)
-                if not COLUMNS:
-                    weight, lost_w = plus(weight, lost_w, pw)
-                    along, lost_a = plus(along, lost_a, pa)
-                    ux0, lost_ux = plus(ux0, lost_ux, pux)
-                    uy0, lost_uy = plus(uy0, lost_uy, puy)
-                    uz0, lost_uz = plus(uz0, lost_uz, puz)
+            if COORDINATES and not COLUMNS:
+                weight, lost_w = plus(weight, lost_w, pw)
+                along, lost_a = plus(along, lost_a, pa)
+                ux0, lost_ux = plus(ux0, lost_ux, pux)
+                uy0, lost_uy = plus(uy0, lost_uy, puy)
+                uz0, lost_uz = plus(uz0, lost_uz, puz)
+                if d_sigma is not None:
+                    gap0, lost_g = plus(gap0, lost_g, pg)
+                    moment, lost_m = plus(moment, lost_m, pm)
+                # whenever the weights have doubled, p becomes the mean: what is left to cancel stays small
+                due = weight > 2 * chosen
+                if tl.max(due.to(tl.int32), 0) != 0:
+                    chosen = tl.where(due, weight, chosen)
+                    q = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
+                    gx, lost_x = plus(gx, lost_x, (p - q) * ux0)
+                    gy, lost_y = plus(gy, lost_y, (p - q) * uy0)
+                    gz, lost_z = plus(gz, lost_z, (p - q) * uz0)
+                    along, lost_a = plus(along, lost_a, (p - q) * weight)
                     if d_sigma is not None:
-                        gap0, lost_g = plus(gap0, lost_g, pg)
-                        moment, lost_m = plus(moment, lost_m, pm)
-                    # whenever the weights have doubled, p becomes the mean: what is left to cancel stays small
-                    due = weight > 2 * chosen
-                    if tl.max(due.to(tl.int32), 0) != 0:
-                        chosen = tl.where(due, weight, chosen)
-                        q = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
-                        gx, lost_x = plus(gx, lost_x, (p - q) * ux0)
-                        gy, lost_y = plus(gy, lost_y, (p - q) * uy0)
-                        gz, lost_z = plus(gz, lost_z, (p - q) * uz0)
-                        along, lost_a = plus(along, lost_a, (p - q) * weight)
-                        if d_sigma is not None:
-                            moment, lost_m = plus(moment, lost_m, (p - q) * gap0)
-                        p = q
+                        moment, lost_m = plus(moment, lost_m, (p - q) * gap0)
+                    p = q
 
     if COORDINATES:
         gx, gy, gz = gx + lost_x, gy + lost_y, gz + lost_z
