@@ -56,6 +56,22 @@ def test_candidates_agree_with_the_reference(path, layout, few, triton_target, m
             assert error < 1e-6
 
 
+def test_no_candidate_that_triton_cannot_compile(triton_target):
+    """Triton 3.6 fails on planes with many samples in a program; neither a search nor a stored winner may come to that."""
+    from sonde.grid import _gpu_form_kernels as kernels
+
+    planes = kernels.Problem(2, 6, 7, 64, 32, 40, 1, 0, 3, 2, torch.float32, False, True)
+    failing = kernels.Config(16, 2, 1, 4), kernels.Config(8, 4, 1, 4), kernels.Config(4, 8, 2, 4), kernels.Config(16, 4, 1, 8)
+    for config in failing:
+        for kernel in (kernels.rows, kernels.form):
+            for problem in (planes, planes._replace(d_stride=1)):
+                assert not kernel.fits(problem, config)
+                assert config not in kernel.fitting(problem)
+            assert kernel.fits(planes._replace(stride=40), config)  # pixels are fine
+    assert not kernels.form.fits(planes, kernels.Config(4, 4, 1, 2))  # half of it, where all but the images' gradient is asked for
+    assert kernels.form.fits(planes._replace(d_stride=1), kernels.Config(4, 4, 1, 2))
+
+
 def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
     """The references of the form can tell: a kernel that forgets a tile of channels does not pass."""
     from sonde.grid import _gpu_form_kernels as kernels
