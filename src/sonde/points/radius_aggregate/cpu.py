@@ -214,8 +214,8 @@ def pull(
 ):
     """Of rows `start` to `stop` of `by`: Δ, and the gradients of queries and of σ, in one walk.
 
-    Σ w (a − Δ) u is Σ w a u − Δ Σ w u, in float64. From where the nearest point comes, a is counted from its own: where nobody
-    else has a weight, exactly nothing is left.
+    Σ w (a − Δ) u is Σ w a u − Δ Σ w u, in float64, with a counted from the nearest point's own once that has come: where nobody
+    else has a weight, exactly nothing is left. Whenever the weights have doubled, it counts from the mean, and little cancels.
     """
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
@@ -228,7 +228,7 @@ def pull(
         if s < 0:
             continue
         x, y, z, segment, r = queries[i, 0], queries[i, 1], queries[i, 2], segments[s], rate[b]
-        near, base, found = levels[i, 0], 0.0, False
+        near, base, found, chosen = levels[i, 0], 0.0, False, 0.0
         of[:], with_a[:] = 0, 0
         for n in range(trees.leaves_within(x, y, z, boxes, segment, b * nodes + segment[2], bound, leaves, stack)):
             first, last = trees.of_leaf(segment, leaves[n])
@@ -239,16 +239,24 @@ def pull(
                     w = np.exp(real(falls(near, d, r)))
                     a = dot(grad, i, features, b * N + order[j], F)
                     if d == near and not found:
-                        base, found = a, True
-                        for e in range(5):
-                            with_a[e] -= base * of[e]
+                        base, found = count_from(a, base, of, with_a), True
                     add_to(w, a - base, d, near, x - points[j, 0], y - points[j, 1], z - points[j, 2], of, with_a)
+            if of[0] > 2 * chosen:
+                base, chosen = count_from(base + with_a[0] / of[0], base, of, with_a), of[0]
         if of[0] > 0:
             mean = with_a[0] / of[0]
             means[i] = base + mean
             g_widths[i] = times(times(apart(with_a[1], mean, of[1]) / of[0], r), r)
             for e in range(3):
                 g_queries[i, e] = -times(apart(with_a[2 + e], mean, of[2 + e]) / of[0], r)
+
+
+@exact_part
+def count_from(new, base, of, with_a):
+    """Sums in which a counted from `base` are those in which it counts from another number, which is returned."""
+    for e in range(5):
+        with_a[e] -= (new - base) * of[e]
+    return new
 
 
 @exact_part
