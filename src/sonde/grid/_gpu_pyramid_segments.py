@@ -127,7 +127,7 @@ def _rows_gradient(n: Problem, table: Tensor, locations: Tensor, weights: Tensor
         )  # fmt: skip
         launch(
             _gather, (sums, table, of.begin, of.end, out), (n.B * n.heads * cdiv(n.S, pixels), n.tile // n.block_c, 1),
-            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), 4,
+            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), 8,  # 4 spill on sm_89
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from itertools import count
 from operator import itemgetter
@@ -91,6 +91,9 @@ class CallCache(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(list(self._entries))
 
 
 _caches: weakref.WeakSet[CallCache] = weakref.WeakSet()

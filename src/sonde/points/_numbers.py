@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..jit import Unsupported
 from ..op import plan
-from ..op.torch_private import dispatch_modes, transforming
+from ..op.torch_private import dispatch_modes, is_fake, transforming
 
 DIMENSIONS = 3  # that kernels have; more go through the reference
 NEIGHBOURS = 64  # that a GPU kernel holds
@@ -69,7 +69,9 @@ def in_sight(*tensors: Tensor) -> bool:
 
 def in_memory(*tensors: Tensor) -> bool:
     """Whether there are numbers: nobody traces or plans."""
-    return not torch.compiler.is_compiling() and not dispatch_modes() and all(t.device.type != "meta" for t in tensors)
+    if torch.compiler.is_compiling() or dispatch_modes():
+        return False
+    return all(t.device.type != "meta" and not is_fake(t) for t in tensors)
 
 
 def plain(x: Any) -> bool:
