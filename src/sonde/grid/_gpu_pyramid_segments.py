@@ -120,6 +120,7 @@ def _rows_gradient(n: Problem, table: Tensor, locations: Tensor, weights: Tensor
     group = n.C // n.G
     each = cdiv(group, n.block_c)  # tiles of a group
     pixels = max(1, BLOCK_PIXELS * 32 // n.block_c)
+    warps = 8 if n.block_c == 32 else 4  # of the gather: with fewer, or with more, it spills registers on sm_89 or sm_90
     for t0 in range(0, n.tiles, n.tile // n.block_c):
         launch(
             _sums, (locations, weights, grad, table, of.order, of.first, of.begin, sums), (P, 1, 1), (n.N, last, t0),
@@ -127,7 +128,7 @@ def _rows_gradient(n: Problem, table: Tensor, locations: Tensor, weights: Tensor
         )  # fmt: skip
         launch(
             _gather, (sums, table, of.begin, of.end, out), (n.B * n.heads * cdiv(n.S, pixels), n.tile // n.block_c, 1),
-            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), 8,  # 4 spill on sm_89
+            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), warps,
         )  # fmt: skip
 
 
