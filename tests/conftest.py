@@ -23,9 +23,9 @@ from sonde.op.cache import forget_calls
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     improve_interpreter()
 if find_spec("triton"):
-    from sonde.grid import _gpu_layout
+    from sonde.grid._device import layout
 
-    _gpu_layout.FEW = 200  # numbers: so that some of the small cases read planes where they lie and others convert them
+    layout.FEW = 200  # numbers: so that some of the small cases read planes where they lie and others convert them
 
 try:
     from hypothesis import HealthCheck, settings

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonde.op import memory
 from sonde.op.cache import forget_calls
-from sonde.points._reference import searching_in
+from sonde.points._search.reference import searching_in
 
 OPERATORS = [
     "grid.sample_sum",

@@ -327,7 +327,7 @@ def test_channels_last_images_are_never_copied(operator, target, phase, monkeypa
 
 def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
     """The wide form of every kernel gives the bits of the narrow one."""
-    files = ("sonde.grid._gpu_form", "sonde.points._gpu_passes")
+    files = ("sonde.grid._epipolar.gpu", "sonde.points._search.gpu")
     modules = [m for m in (*map(import_module, files), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
     for case, dtype in (("odd_sizes", torch.float32), ("hostile", torch.bfloat16)):
         args = operator.make(case, dtype=dtype, device=triton_target.device)

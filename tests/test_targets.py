@@ -79,14 +79,14 @@ def main(name: str) -> None:
         from triton.runtime import driver
 
         from helpers import OPERATORS, Operator, floats
-        from sonde.grid import _gpu_layout
+        from sonde.grid._device import layout
         from sonde.jit.workers import CompileOnly
         from sonde.op.register import decide
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
         seen = watch(triton.JITFunction)
-        _gpu_layout.FEW = FEW
+        layout.FEW = FEW
         for cloud in CLOUDS[: None if name == FULL else 1]:
             search(*cloud)
         for path in OPERATORS:
@@ -113,13 +113,13 @@ def search(D: int, k: int, F: int, dtype: str, coords: str, ragged: bool) -> Non
     """Every operator on points, by boxes of three levels."""
     import torch
 
-    from sonde.points import _gpu_index
+    from sonde.points._search.index import gpu_kernels as index_kernels
 
     N, width = 140_000, torch.empty(1, dtype=getattr(torch, coords))
     queries, points = (torch.empty(1, n, D, dtype=getattr(torch, coords)) for n in (50, N))
     offsets = [torch.tensor([0, 20, n]) if ragged else None for n in (50, N)]
-    index = (*_gpu_index.build(points, offsets[1]), *_gpu_index.build(queries, offsets[0]))
-    import_module("sonde.points.point_hash.gpu").forward(points)
+    index = (*index_kernels.build(points, offsets[1]), *index_kernels.build(queries, offsets[0]))
+    import_module("sonde.points._search.hash.gpu").forward(points)
     features = torch.empty(1, N, F, dtype=getattr(torch, dtype))
     for operator, args, graded in (
         ("knn", (queries, points, *index, *offsets, k), 0),

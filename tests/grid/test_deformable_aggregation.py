@@ -220,7 +220,7 @@ def test_every_row_that_is_added_to_is_rounded(triton_target, monkeypatch, dtype
 @pytest.mark.parametrize("C", [1, 12, 2050])
 def test_rows_without_a_mark(triton_target, C):
     """They stay as they are when sums are cleared, and are zeros when those are rounded, whatever lies there."""
-    from sonde.grid._gpu_marks import clear_marked, round_marked, rows_of
+    from sonde.grid._scatter.marked_rows import clear_marked, round_marked, rows_of
 
     device = triton_target.device
     sums, marks = torch.randn(3, 7, C), torch.rand(3, 7) < 0.4

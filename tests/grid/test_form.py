@@ -25,7 +25,7 @@ LAYOUTS = {
 def test_candidates_agree_with_the_reference(path, layout, few, triton_target, monkeypatch):
     """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
     operator = Operator.find(path)
-    monkeypatch.setattr("sonde.grid._gpu_layout.FEW", few)
+    monkeypatch.setattr("sonde.grid._device.layout.FEW", few)
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     met = {}
     bind = Tunable.bind
@@ -58,7 +58,7 @@ def test_candidates_agree_with_the_reference(path, layout, few, triton_target, m
 
 def test_no_candidate_that_triton_cannot_compile(triton_target):
     """Triton 3.6 fails on planes with many samples in a program; neither a search nor a stored winner may come to that."""
-    from sonde.grid import _gpu_form_kernels as kernels
+    from sonde.grid._epipolar import gpu_kernels as kernels
 
     planes = kernels.Problem(2, 6, 7, 64, 32, 40, 1, 0, 3, 2, torch.float32, False, True)
     failing = kernels.Config(16, 2, 1, 4), kernels.Config(8, 4, 1, 4), kernels.Config(4, 8, 2, 4), kernels.Config(16, 4, 1, 8)
@@ -74,7 +74,7 @@ def test_no_candidate_that_triton_cannot_compile(triton_target):
 
 def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
     """The references of the form can tell: a kernel that forgets a tile of channels does not pass."""
-    from sonde.grid import _gpu_form_kernels as kernels
+    from sonde.grid._epipolar import gpu_kernels as kernels
 
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     images, samples, weights = Operator.find("grid.sample_sum").make("wide", device=triton_target.device)

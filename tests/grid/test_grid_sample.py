@@ -446,7 +446,7 @@ def in_rows(target, C: int = 20, last: bool = True, **options) -> list:
 @pytest.mark.parametrize("batches", [{}, dict(inputs=1), dict(grids=1)], ids=["each its own", "one input", "one grid"])
 def test_pixels_gather_what_atomics_would_add(triton_target, mode, dim, last, batches, monkeypatch):
     """Many channels: whatever the padding, the gradient is the definition's, and its bits are the same each time."""
-    monkeypatch.setattr("sonde.grid._gpu_layout.FEW", 0)
+    monkeypatch.setattr("sonde.grid._device.layout.FEW", 0)
     paddings = ("zeros", "border", "reflection")
     for padding, align in product(paddings, (False, True)) if dim == 2 else zip(paddings, (last, mode == "nearest", not last)):
         args = in_rows(triton_target, last=last, dim=dim, mode=mode, padding=padding, align=align, **batches)
@@ -476,7 +476,7 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
 
 def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
     """Crowds that many programs have a part of, among samples here and there and some that see nothing."""
-    gathers = pytest.importorskip("sonde.grid._gpu_gather")
+    gathers = pytest.importorskip("sonde.grid.grid_sample.gpu_gather")
     launched = {}
     launch = gathers.launch
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
 from helpers import Operator, Target, assert_agrees, leaves, poisoned, redzone, replaced, same_bits, value_and_grads
-from sonde.grid import _pyramid
+from sonde.grid._pyramid import levels as _pyramid
 from sonde.grid.ms_deform_attn.api import _ms_deform_attn
 
 try:
@@ -274,7 +274,7 @@ def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_values_at_any_address(triton_target, offset, dtype):
     """Two numbers are read at a time only where they lie so."""
-    from sonde.grid._gpu_pyramid import layout_of
+    from sonde.grid._pyramid.gpu_levels import layout_of
 
     value, *others = make(triton_target, dtype, C=8)[:-1]
     room = torch.full((value.numel() + 8,), float("nan"), dtype=dtype, device=value.device)

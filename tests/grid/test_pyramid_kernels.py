@@ -56,7 +56,7 @@ def test_graphs_are_decided_once(path, triton_target, monkeypatch):
 @pytest.mark.parametrize("path", OPERATORS)
 def test_threads_may_tell_of_the_levels_at_once(path, triton_target):
     """What kernels are told is kept by the first call that finds it there for good; a second one at the same time adds nothing."""
-    from sonde.grid import _gpu_pyramid_pass as passes
+    from sonde.grid._pyramid import gpu as passes
 
     operator = Operator.find(path)
     features, _, _, locations, weights, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))

@@ -252,7 +252,7 @@ def test_many_samples(target, D):
 
 def test_few_queries_need_not_clear_large_images(triton_target, monkeypatch):
     """Who fills the images' gradient with zeros is a matter of time only: the queries' kernel, or torch where that is much."""
-    form = pytest.importorskip("sonde.grid._gpu_form")
+    form = pytest.importorskip("sonde.grid._epipolar.gpu")
     args = make(triton_target, Q=1)
     for cleared in (0, 1 << 15):
         monkeypatch.setattr(form, "CLEARED", cleared)

@@ -226,7 +226,7 @@ def test_crowded_cells(target, mode):
 
 def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
     """Where the workspace has no room for the whole batch, or for all channels, nothing is lost."""
-    segments = pytest.importorskip("sonde.grid._gpu_form_segments")
+    segments = pytest.importorskip("sonde.grid._epipolar.gpu_segments")
     C = segments.TILES * segments.BLOCK_C + 3
     images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)
     want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())

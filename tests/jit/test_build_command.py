@@ -67,7 +67,7 @@ def test_misspelt_requests(asked, args, message, capsys):
 
 def test_shipped_winners_are_known_and_fit():
     """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
-    form = import_module("sonde.grid._gpu_form_kernels")
+    form = import_module("sonde.grid._epipolar.gpu_kernels")
     modules = [(form, form)]
     for operator in ("grid_sample", "deformable_aggregation", "ms_deform_attn"):
         modules.append(tuple(import_module(f"sonde.grid.{operator}.{file}") for file in ("gpu_kernels", "gpu_configs")))

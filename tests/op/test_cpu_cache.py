@@ -335,7 +335,8 @@ with warnings.catch_warnings(record=True) as caught:
     points = torch.rand(64, 3)
     distance, index = sonde.knn(points, points, 3, impl="numba")
     assert torch.equal(index, torch.cdist(points.double(), points.double()).topk(3, largest=False).indices)
-from sonde.points import _cpu_tree, _cpu_search
+from sonde.points._search import cpu_tree as _cpu_tree
+from sonde.points._search import cpu as _cpu_search
 kernels = [k for module in (_cpu_tree, _cpu_search) for k in vars(module).values() if hasattr(k, "stats")]
 said = [str(w.message) for w in caught if "sonde" in str(w.message)]
 print(json.dumps([sum(sum(k.stats.cache_hits.values()) for k in kernels), said]))

@@ -5,8 +5,8 @@ import torch
 
 import sonde
 from helpers import cotangents, leaves, same_bits, value_and_grads
-from sonde.points import _points
-from sonde.points._reference import searching_in
+from sonde.points._search import arguments
+from sonde.points._search.reference import searching_in
 
 try:
     from hypothesis import given
@@ -21,8 +21,8 @@ needs_hypothesis = pytest.mark.skipif(given is None, reason="needs hypothesis")
 def algorithm(request, monkeypatch):
     """What sizes choose, and boxes wherever there are points."""
     if request.param == "by boxes":
-        monkeypatch.setattr(_points, "FEW", 0)
-        monkeypatch.setattr(_points, "PAIRS", 0)
+        monkeypatch.setattr(arguments, "FEW", 0)
+        monkeypatch.setattr(arguments, "PAIRS", 0)
     return request.param
 
 
@@ -153,8 +153,8 @@ def test_sigma_of_every_row(name, impl):
 @pytest.mark.parametrize("name", NAMES)
 def test_mapped_with_an_index(name, target, monkeypatch):
     """torch.vmap expands the index of what it does not map, and every row reads its own."""
-    monkeypatch.setattr(_points, "FEW", 0)
-    monkeypatch.setattr(_points, "PAIRS", 0)
+    monkeypatch.setattr(arguments, "FEW", 0)
+    monkeypatch.setattr(arguments, "PAIRS", 0)
     queries, points, features = made(M=4, N=40, F=3, dtype=torch.float64, device=target.device)
     sigma = torch.tensor([0.1, 0.3, 0.2], dtype=torch.float64, device=target.device)
     for args, dims in (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.points import _cases
+from sonde.points._search import cases as _cases
 
 
 def nearest(queries, points, k):

@@ -5,13 +5,15 @@ import torch
 from truth import neighbours, padded
 
 import sonde
-from sonde.points import _points
+from sonde.points._search import arguments
 
 pytest.importorskip("triton")
 import triton.language as tl
 
 from helpers import HAS_GPU
-from sonde.points import _gpu_index, _gpu_pairs, _gpu_passes, _gpu_search
+from sonde.points._search import gpu as passes
+from sonde.points._search import gpu_pairs, gpu_walk
+from sonde.points._search.index import gpu_kernels as index_kernels
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
@@ -19,15 +21,15 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 @pytest.fixture
 def boxes(monkeypatch):
     """Search by boxes, however few points there are."""
-    monkeypatch.setattr(_points, "PAIRS", 0)
-    monkeypatch.setattr(_points, "FEW", 0)
+    monkeypatch.setattr(arguments, "PAIRS", 0)
+    monkeypatch.setattr(arguments, "FEW", 0)
 
 
 @pytest.fixture
 def three_levels(monkeypatch, boxes):
     if HAS_GPU:
         pytest.skip("a compiled kernel has its constants")
-    for module in (_gpu_index, _gpu_search):
+    for module in (index_kernels, gpu_walk):
         monkeypatch.setattr(module, "FLAT", tl.constexpr(1024))
 
 
@@ -41,7 +43,7 @@ def lattice(M: int, N: int, D: int, dtype=torch.float32, seed: int = 0):
 
 def check_index(points, order, ordered, boxes):
     """Every level bounds what is below it, and nothing that is not finite."""
-    N, count = points.shape[0], _gpu_index.levels(points.shape[0])
+    N, count = points.shape[0], index_kernels.levels(points.shape[0])
     assert order.sort()[0].tolist() == list(range(N))
     torch.testing.assert_close(ordered, points[order.long()], rtol=0, atol=0, equal_nan=True)
     start = 0
@@ -65,7 +67,7 @@ def test_index(D, dtype):
         points = torch.randn(2, N, D, dtype=dtype)
         if N > 1:
             points[:, N // 2], points[1, 3] = torch.nan, -torch.inf
-        order, ordered, made = (t.cpu() for t in _gpu_index.build(points.to(DEVICE), None))
+        order, ordered, made = (t.cpu() for t in index_kernels.build(points.to(DEVICE), None))
         for b in range(2):
             check_index(points[b], order[b], ordered[b], made[b])
             finite = ordered[b].isfinite().all(1)
@@ -76,14 +78,14 @@ def test_an_outlier_takes_no_room():
     """Leaves of a small cloud stay small, however far away a few points are."""
     points = torch.rand(1, 2000, 3)
     points[0, ::100] *= 1e6
-    made = _gpu_index.build(points.to(DEVICE), None)[2].cpu()
+    made = index_kernels.build(points.to(DEVICE), None)[2].cpu()
     size = (made[0, :62, 1] - made[0, :62, 0]).amax(1)
     assert size.median() < 0.6
 
 
 def test_segments_stay_together():
     points, offsets = torch.randn(1, 300, 3), torch.tensor([0, 10, 10, 150, 300])
-    order = _gpu_index.build(points.to(DEVICE), offsets.to(DEVICE))[0][0].cpu()
+    order = index_kernels.build(points.to(DEVICE), offsets.to(DEVICE))[0][0].cpu()
     for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         assert order[a:b].sort()[0].tolist() == list(range(a, b))
 
@@ -103,7 +105,7 @@ def test_three_levels(three_levels):
     points = torch.randn(2_100, 3, generator=g)
     queries = torch.cat([points[:1], torch.randn(2, 3, generator=g), torch.full((1, 3), 9.0)])
     index = sonde.PointIndex.build(points, impl="triton")
-    assert _gpu_index.levels(2_100) == (66, 3, 1)
+    assert index_kernels.levels(2_100) == (66, 3, 1)
     found = sonde.knn(queries, points, 7, index=index, impl="triton")
     assert torch.equal(found.indices, padded(neighbours(queries, points), 7))
     ball = sonde.radius_search(queries, points, 0.3, index=index, impl="triton")
@@ -114,7 +116,7 @@ def test_three_levels(three_levels):
 @pytest.mark.parametrize("int64", [False, True])
 def test_ragged_and_odd(which, int64, boxes, monkeypatch):
     """Segments across leaves and tiles, an empty one on either side, odd features, 64-bit offsets: values and gradients."""
-    monkeypatch.setattr(_gpu_passes, "FORCE_INT64", int64)
+    monkeypatch.setattr(passes, "FORCE_INT64", int64)
     g = torch.Generator().manual_seed(0)
     given = [torch.rand(*s, generator=g, dtype=torch.float64) for s in ((9, 3), (70, 3), (70, 3))]
     batch = ([0, 3, 3, 5, 9], [0, 30, 40, 40, 70])
@@ -134,10 +136,10 @@ def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
     of_queries, of_points = torch.tensor([0, 900, -5, 3, 8]), torch.tensor([-70, 999_999, 5, -1, 2**40])
     queries, points = torch.rand(1, 8, 3), torch.rand(1, 90, 3)
     tensors = [t.to(DEVICE) for t in (queries, points, of_queries, of_points)]
-    index = (*_gpu_index.build(tensors[1], tensors[3]), *_gpu_index.build(tensors[0], tensors[2]))
+    index = (*index_kernels.build(tensors[1], tensors[3]), *index_kernels.build(tensors[0], tensors[2]))
     for given in (index, (None,) * 6):
-        of = _gpu_passes.sides(*tensors[:2], *given, *tensors[2:])
-        distances, indices = (t.cpu() for t in _gpu_passes.nearest(of, 5))
+        of = passes.sides(*tensors[:2], *given, *tensors[2:])
+        distances, indices = (t.cpu() for t in passes.nearest(of, 5))
         assert ((indices >= -1) & (indices < 90)).all()
         assert torch.equal(distances < torch.inf, indices >= 0)
 
@@ -145,7 +147,7 @@ def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
 @pytest.mark.parametrize("F", [1, 130])
 def test_everybody_has_the_same_neighbours(F, boxes, monkeypatch):
     """A point with many pairs is summed in chunks, those at both ends of its run included."""
-    monkeypatch.setattr(_gpu_pairs, "CHUNK", 16)
+    monkeypatch.setattr(gpu_pairs, "CHUNK", 16)
     M = 3 * 16 + 5
     g = torch.Generator().manual_seed(0)
     given = [torch.rand(M, 2, generator=g), torch.rand(3, 2, generator=g) + 3, torch.rand(3, F, generator=g)]

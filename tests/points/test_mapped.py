@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.points import _points
+from sonde.points._search import arguments
 
 CALLS = {
     "knn": lambda q, p, f, impl: sonde.knn(q, p, 3, impl=impl),
@@ -24,8 +24,8 @@ def several(x) -> tuple:
 @pytest.mark.parametrize("dims", [dims for dims in product((0, None), repeat=3) if 0 in dims[:2]])
 @pytest.mark.parametrize("name", CALLS)
 def test_vmap_over_some(name, dims, impl, monkeypatch):
-    monkeypatch.setattr(_points, "FEW", 0)
-    monkeypatch.setattr(_points, "PAIRS", 0)
+    monkeypatch.setattr(arguments, "FEW", 0)
+    monkeypatch.setattr(arguments, "PAIRS", 0)
     g = torch.Generator().manual_seed(0)
     shapes = [((2,) if d == 0 else ()) + shape for d, shape in zip(dims, [(4, 3), (70, 3), (70, 2)])]
     args = [torch.randn(*shape, generator=g).to(impl.device).requires_grad_() for shape in shapes]
@@ -44,8 +44,8 @@ def test_vmap_over_some(name, dims, impl, monkeypatch):
 @pytest.mark.parametrize("name", [*CALLS, "radius_search"])
 def test_jacobian(name, impl, monkeypatch):
     """Only the cotangent is mapped: everything that was saved is shared."""
-    monkeypatch.setattr(_points, "FEW", 0)
-    monkeypatch.setattr(_points, "PAIRS", 0)
+    monkeypatch.setattr(arguments, "FEW", 0)
+    monkeypatch.setattr(arguments, "PAIRS", 0)
     g = torch.Generator().manual_seed(0)
     args = [torch.randn(*shape, generator=g).to(impl.device) for shape in ((2, 3), (40, 3), (40, 2))]
     call = CALLS.get(name, lambda q, p, f, impl: sonde.radius_search(q, p, 0.8, impl=impl).distances)

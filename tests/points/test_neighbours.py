@@ -9,15 +9,15 @@ from truth import cloud, neighbours, padded, squared
 
 import sonde
 from helpers import leaves, same_bits
-from sonde.points import _points
+from sonde.points._search import arguments
 
 
 @pytest.fixture(params=["by default", "by boxes"])
 def algorithm(request, monkeypatch):
     """What sizes choose, and boxes wherever there are points."""
     if request.param == "by boxes":
-        monkeypatch.setattr(_points, "FEW", 0)
-        monkeypatch.setattr(_points, "PAIRS", 0)
+        monkeypatch.setattr(arguments, "FEW", 0)
+        monkeypatch.setattr(arguments, "PAIRS", 0)
     return request.param
 
 
@@ -151,7 +151,7 @@ def test_offsets_that_nobody_could_check(ends, impl, algorithm, monkeypatch):
     """Those of a device are not looked at beforehand: rows outside of all segments have no neighbours, and nothing else is read."""
     if impl.impl == "numba":
         pytest.skip("a CPU's are always looked at")
-    monkeypatch.setattr(_points, "offsets", lambda name, which, given, count, device: torch.tensor(given, device=device))
+    monkeypatch.setattr(arguments, "offsets", lambda name, which, given, count, device: torch.tensor(given, device=device))
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g).to(impl.device) for n in (4, 80))
     found, want = (sonde.knn(queries, points, 3, batch=ENDS[ends], impl=which) for which in (impl.impl, "reference"))

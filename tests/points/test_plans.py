@@ -9,7 +9,7 @@ import torch
 import sonde
 from helpers import Allocations
 from sonde.op.plan import Determinism
-from sonde.points import _points
+from sonde.points._search import arguments
 
 CALLS = {
     "knn": lambda q, p, f, s, **options: sonde.knn(q, p, 3, **options).distances,
@@ -36,7 +36,7 @@ def test_what_runs_on_a_cpu_is_what_was_planned(name, numba_target, monkeypatch)
     written = [w for k in plan.kernels for w in k.writes if k.phase == "backward"]
     assert sorted(written) == sorted(["queries", "points", "features", "sigma"][: len(given)])
     ran = []
-    for module in ("_cpu_search", "_cpu_segments", f"{name}.cpu", "point_index.cpu"):
+    for module in ("_search.cpu", "_search.cpu_segments", f"{name}.cpu", "_search.index.cpu"):
         found = import_module(f"sonde.points.{module}")
         if hasattr(found, "run"):
             real = found.run
@@ -67,7 +67,7 @@ def size(tensors) -> int:
 @pytest.mark.parametrize("name", CALLS)
 def test_an_index_takes_memory(name, target, monkeypatch):
     """That of a call's own making is its workspace while it is needed, which one that is given is not."""
-    monkeypatch.setattr(_points, "PAIRS", 0)
+    monkeypatch.setattr(arguments, "PAIRS", 0)
     args = [a.detach().to(target.device).requires_grad_() for a in made(2, 30, 200)]
     call = partial(CALLS[name], impl=target.impl)
     queries, points, *_ = args

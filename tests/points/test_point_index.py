@@ -15,7 +15,7 @@ import sonde
 from helpers import Target, same_bits, value_and_grads
 from sonde.jit import Unsupported
 from sonde.op.cache import forget_calls
-from sonde.points import _points
+from sonde.points._search import arguments
 
 
 def calls(impl, **options):
@@ -36,7 +36,7 @@ def test_changes_no_bit(target, N, monkeypatch):
     """Values and gradients with an index are those without, whichever algorithm runs; one index serves all radii."""
     queries, points, features = made(target.device, N=N)
     if N == 200:
-        monkeypatch.setattr(_points, "PAIRS", 0)
+        monkeypatch.setattr(arguments, "PAIRS", 0)
     points.requires_grad_()  # so that its address is that of the leaf
     index = sonde.PointIndex.build(points, impl=target.impl)
     for with_index, without in zip(calls(target.impl, index=index), calls(target.impl)):
@@ -50,7 +50,7 @@ def test_changes_no_bit(target, N, monkeypatch):
 
 def test_is_not_built_again(numba_target, monkeypatch):
     """A given index is what is searched; without one, forward and backward share theirs."""
-    from sonde.points.point_index import cpu
+    from sonde.points._search.index import cpu
 
     queries, points, features = made()
     index = sonde.PointIndex.build(points)
@@ -66,9 +66,9 @@ def test_is_not_built_again(numba_target, monkeypatch):
 
 def test_sizes_alone_decide():
     """Below the threshold nothing is built, whether an index was given or not."""
-    assert not _points.tiled("numba", 1, _points.FEW)
-    assert _points.tiled("numba", 1, _points.FEW + 1)
-    assert not _points.tiled("reference", 10**6, 10**6)
+    assert not arguments.tiled("numba", 1, arguments.FEW)
+    assert arguments.tiled("numba", 1, arguments.FEW + 1)
+    assert not arguments.tiled("reference", 10**6, 10**6)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_can_be_built_in_a_graph(numba_target):
 
 def test_registration(numba_target):
     """Schema, fake and tracing of the index agree, with and without segments."""
-    from sonde.points.point_index.api import _point_index
+    from sonde.points._search.index.api import _point_index
 
     points = torch.rand(2, 70, 3)
     points[0, 3] = torch.nan
@@ -393,7 +393,7 @@ def test_every_hash_is_the_same(dtype):
     """By the definition and by the kernels."""
     pytest.importorskip("numba")
     pytest.importorskip("triton")
-    from sonde.points.point_hash import cpu, gpu, reference
+    from sonde.points._search.hash import cpu, gpu, reference
 
     for shape in ((1, 0, 3), (0, 5, 3), (2, 50, 3), (3, 33, 1), (1, 40_000, 2)):
         points = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -407,7 +407,7 @@ def test_every_hash_is_the_same(dtype):
 @pytest.mark.slow
 def test_compilers_compute_the_same_hash():
     """In a compiled graph the definition may stand by itself, where no kernel is installed."""
-    from sonde.points.point_hash import reference
+    from sonde.points._search.hash import reference
 
     torch._dynamo.reset()
     compiled = torch.compile(reference.point_hash, fullgraph=True)

@@ -5,7 +5,7 @@ import torch
 
 import sonde
 from helpers import Operator, assert_agrees, cotangents, error, tuple_of, value_and_grads
-from sonde.points._reference import searching_in
+from sonde.points._search.reference import searching_in
 
 FEW, MANY = 2, 20_000
 

@@ -249,11 +249,11 @@ def _gather(job: Job, args: Sequence) -> Callable | None:
     if job.device.type != "cuda" or not {"images", "samples"} <= named.keys():
         return None
     try:
-        from ..grid import _gpu_floor
+        from .floor import floor
     except ImportError:  # no Triton
         return None
     pixels = named["images"].permute(0, 2, 3, 1).contiguous()
-    return partial(_gpu_floor.floor, pixels, named["samples"])
+    return partial(floor, pixels, named["samples"])
 
 
 _bandwidth = cache(timing.copy_bandwidth)

@@ -1,8 +1,8 @@
 """Operators that read point clouds: find neighbours, weigh, reduce, without a matrix of distances."""
 
+from ._search.index import PointIndex
 from .knn import Neighbors, knn
 from .knn_aggregate import knn_aggregate
-from .point_index import PointIndex
 from .radius_aggregate import radius_aggregate
 from .radius_neighbors import NeighborsWithin, radius_neighbors
 from .radius_search import Ball, radius_search

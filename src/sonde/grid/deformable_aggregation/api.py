@@ -10,7 +10,7 @@ from torch import Tensor
 from ...op import checks
 from ...op.plan import Impl
 from ...op.register import operator
-from .. import _pyramid as pyramid
+from .._pyramid import levels as pyramid
 from . import reference
 
 NAME = "deformable_aggregation"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _pyramid_cases as pyramid
+from .._pyramid import cases as pyramid
 
 _CARS = dict(C=32, heads=8, cams=6, levels=((64, 176), (32, 88), (16, 44), (8, 22)))  # 256×704 pixels of six cameras
 _DET, _MAP = dict(_CARS, Q=900, D=13, layout="boxes"), dict(_CARS, Q=100, D=300, layout="lanes")
@@ -77,7 +77,7 @@ def make(
     """Arguments of ``deformable_aggregation``; `levels` of every camera are halves of H×W, or given for one or for each.
 
     ``boxes``: key points of boxes around a car, seen by its cameras: 18 % of them lie in an image. ``lanes``: of lines on the
-    ground. Otherwise as ``_pyramid_cases.scattered`` has it.
+    ground. Otherwise as ``_pyramid.cases.scattered`` has it.
     """
     g = torch.Generator(device).manual_seed(seed)
     shapes = _shapes(cams, levels or pyramid.halves(H, W, L))

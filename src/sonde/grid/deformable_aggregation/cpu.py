@@ -1,4 +1,4 @@
-"""``deformable_aggregation`` on CPUs: anchors are the units of ``_cpu_pyramid``, cameras' views of their points the places."""
+"""``deformable_aggregation`` on CPUs: anchors are the units of ``_pyramid.cpu``, cameras' views of their points the places."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _cpu_pyramid as cpu
-from .. import _pyramid as pyramid
+from .._pyramid import cpu
+from .._pyramid import levels as pyramid
 
 Opt = Tensor | None
 NAMES = ("features", "locations", "weights")

@@ -1,4 +1,4 @@
-"""Triton implementation of ``deformable_aggregation``: kernels are in ``gpu_kernels``, passes in ``_gpu_pyramid_pass``."""
+"""Triton implementation of ``deformable_aggregation``: kernels are in ``gpu_kernels``, passes in ``_pyramid.gpu``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_pyramid_pass as passes
-from .._gpu_pyramid import Layout, Levels
-from .._gpu_pyramid_segments import Problem as Segments
+from .._pyramid import gpu as passes
+from .._pyramid.gpu_levels import Layout, Levels
+from .._pyramid.gpu_segments import Problem as Segments
 from .gpu_configs import Problem, slices_of
 from .gpu_kernels import aggregate, aggregate_gradients, mark_rows, total
 

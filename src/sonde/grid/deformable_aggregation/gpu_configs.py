@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
-from .._gpu_pyramid import block_of
-from .._gpu_sums import MANY as ADDITIONS
+from .._device.long_sums import MANY as ADDITIONS
+from .._pyramid.gpu_levels import block_of
 
 BLOCK_N = 128  # samples that are looked at together
 REGISTERS = 255  # of a thread, all that it needs, where a tile has no more than two groups; with more it has them anyhow

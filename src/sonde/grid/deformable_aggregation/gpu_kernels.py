@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ... import jit
 from ...op.gpu import cdiv, power_of_2
-from .._gpu_marks import mark
-from .._gpu_pyramid import along, fetch, inside, level, locate, put, scatter, shares
-from .._gpu_pyramid_expected import gradients, host, portions
-from .._gpu_sums import MANY, nothing, plus, settled
-from .._gpu_taps import corners
+from .._device.long_sums import MANY, nothing, plus, settled
+from .._device.taps import corners
+from .._pyramid.gpu_expected import gradients, host, portions
+from .._pyramid.gpu_levels import along, fetch, inside, level, locate, put, scatter, shares
+from .._scatter.marked_rows import mark
 from .gpu_configs import (
     Problem,
     candidate_cells,
@@ -40,7 +40,7 @@ SIZES = ["S", "A", "N", "SLICES", "BATCH"]
 @triton.jit(do_not_specialize=SIZES)
 def _aggregate(
     features,  # [B, S, C], pixels ROW apart
-    shapes,  # levels, as _gpu_pyramid has them
+    shapes,  # levels, as _pyramid.gpu_levels has them
     starts,
     locations,  # [B, A, N, 2]
     weights,  # [B, A, N, L, G]

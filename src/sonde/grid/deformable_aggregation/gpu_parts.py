@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._gpu_pyramid import along, below, fetch, inside, level, sees, within
+from .._pyramid.gpu_levels import along, below, fetch, inside, level, sees, within
 
 
 @triton.jit

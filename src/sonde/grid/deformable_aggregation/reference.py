@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .. import _pyramid as pyramid
+from .._pyramid import levels as pyramid
 
 
 def deformable_aggregation(

@@ -11,7 +11,7 @@ from ...op import checks
 from ...op.layout import memory_format
 from ...op.plan import Impl
 from ...op.register import operator
-from .._reference import joint_batch
+from .._epipolar.reference import joint_batch
 from . import reference
 
 Mode = Literal["bilinear", "nearest", "bicubic"]

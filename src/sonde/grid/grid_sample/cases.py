@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _cases
+from .._epipolar import cases as epipolar
 
 # name: sizes; the result has Q rows of D pixels, of a volume of depth Z it has K slices
 BENCH = {
@@ -107,7 +107,7 @@ def make(
     else:
         grid = (2 if layout == "random" else 2.5) * (uniform(n, *points, d) - 0.5)
         if layout == "hostile":
-            values = torch.tensor(_cases.HOSTILE, device=device)
+            values = torch.tensor(epipolar.HOSTILE, device=device)
             bad = values[torch.randint(len(values), grid.shape, device=device, generator=g)]
             grid = torch.where(uniform(*grid.shape) < 0.4, bad, grid)
     coords = coords or torch.promote_types(dtype, torch.float32)

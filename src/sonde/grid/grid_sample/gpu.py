@@ -16,11 +16,11 @@ from ...op.dtypes import accumulator
 from ...op.gpu import outline, room, zeros
 from ...op.layout import memory_format
 from ...op.plan import Determinism, Kernel
-from .. import _gpu_gather as gathers
-from .._gpu_axes import MODES, PADDINGS, TAPS
-from .._gpu_fixed import ADD, FLOAT, MARK, TELL, finishing, largest
-from .._gpu_layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
-from .._reference import joint_batch
+from .._device.axes import MODES, PADDINGS, TAPS
+from .._device.fixed_point import ADD, FLOAT, MARK, TELL, finishing, largest
+from .._device.layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
+from .._epipolar.reference import joint_batch
+from . import gpu_gather as gathers
 from .gpu_configs import problem, units
 from .gpu_kernels import gradients, sample
 

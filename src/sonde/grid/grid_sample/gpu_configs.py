@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
-from .._gpu_axes import MODES, PADDINGS, TAPS
-from .._gpu_fixed import FLOAT, digits
+from .._device.axes import MODES, PADDINGS, TAPS
+from .._device.fixed_point import FLOAT, digits
 
 ENOUGH = 2048  # programs that keep any device busy
 

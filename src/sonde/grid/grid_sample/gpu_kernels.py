@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from .._gpu_axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
-from .._gpu_fixed import add, multiple
-from .._gpu_sums import MANY, nothing, plus, settled
+from .._device.axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
+from .._device.fixed_point import add, multiple
+from .._device.long_sums import MANY, nothing, plus, settled
 from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, sample_config
 
 # ---- what must come out -----------------------------------------------------------------------------------------------------

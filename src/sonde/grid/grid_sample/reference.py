@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...op.dtypes import accumulator
 from ...op.layout import memory_format
-from .._reference import joint_batch
+from .._epipolar.reference import joint_batch
 
 A = -0.75  # of the cubic kernel, as every user of images has it
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _pyramid_cases as pyramid
+from .._pyramid import cases as pyramid
 
 _HEADS = dict(C=32, heads=8)
 _FOUR = ((100, 167), (50, 84), (25, 42), (13, 21))  # 800×1333 pixels by strides of 8 to 64
@@ -78,7 +78,7 @@ def make(
     """Arguments of ``ms_deform_attn``; `levels` are halves of H×W, or given.
 
     ``pixels``: as in an encoder, each query is a pixel of a level and its heads look into eight directions around it, in
-    every level. ``boxes``: as in a decoder, they look into boxes of random sizes. Otherwise as ``_pyramid_cases.scattered`` has it.
+    every level. ``boxes``: as in a decoder, they look into boxes of random sizes. Otherwise as ``_pyramid.cases.scattered`` has it.
     """
     g = torch.Generator(device).manual_seed(seed)
     levels = levels or pyramid.halves(H, W, L)

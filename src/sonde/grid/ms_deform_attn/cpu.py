@@ -1,4 +1,4 @@
-"""``ms_deform_attn`` on CPUs: the heads of queries are the units of ``_cpu_pyramid``, their points in the levels the places."""
+"""``ms_deform_attn`` on CPUs: the heads of queries are the units of ``_pyramid.cpu``, their points in the levels the places."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _cpu_pyramid as cpu
-from .. import _pyramid as pyramid
+from .._pyramid import cpu
+from .._pyramid import levels as pyramid
 
 Opt = Tensor | None
 NAMES = ("value", "locations", "weights")

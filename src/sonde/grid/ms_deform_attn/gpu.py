@@ -1,4 +1,4 @@
-"""Triton implementation of ``ms_deform_attn``: its kernels are in ``gpu_kernels``, its passes in ``_gpu_pyramid_pass``."""
+"""Triton implementation of ``ms_deform_attn``: its kernels are in ``gpu_kernels``, its passes in ``_pyramid.gpu``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_pyramid_pass as passes
-from .._gpu_pyramid import Layout, Levels
-from .._gpu_pyramid_segments import Problem as Segments
+from .._pyramid import gpu as passes
+from .._pyramid.gpu_levels import Layout, Levels
+from .._pyramid.gpu_segments import Problem as Segments
 from .gpu_configs import Problem
 from .gpu_kernels import attend, attend_gradients
 

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
-from .._gpu_pyramid import block_of
+from .._pyramid.gpu_levels import block_of
 
 FEW = 8192  # queries times heads that leave a device idle unless each is a program
 CHUNK = 8  # tiles of channels whose sums one program keeps

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from .._gpu_pyramid import level, locate, put, scatter, shares, slopes
-from .._gpu_pyramid_expected import gradients, host, portions
-from .._gpu_sums import MANY, nothing, plus, settled
-from .._gpu_taps import corners
+from .._device.long_sums import MANY, nothing, plus, settled
+from .._device.taps import corners
+from .._pyramid.gpu_expected import gradients, host, portions
+from .._pyramid.gpu_levels import level, locate, put, scatter, shares, slopes
 from .gpu_configs import Problem, candidate_configs, default_config, fits, launch
 from .gpu_parts import fetch, high, low, merged, packed, part, repeated, unpacked, whole
 
@@ -25,7 +25,7 @@ SIZES = ["S", "Q", "BATCH"]
 @triton.jit(do_not_specialize=SIZES)
 def _attend(
     value,  # [B, S, h, D], pixels ROW apart
-    shapes,  # levels, as _gpu_pyramid has them
+    shapes,  # levels, as _pyramid.gpu_levels has them
     starts,
     locations,  # [B, Q, h, L, P, 2]
     weights,  # [B, Q, h, L, P]

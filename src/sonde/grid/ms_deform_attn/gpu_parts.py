@@ -7,7 +7,7 @@ second, fourth or eighth of them, so that rows of a tile are the same query's in
 import triton
 import triton.language as tl
 
-from .._gpu_pyramid import along, shares
+from .._pyramid.gpu_levels import along, shares
 
 
 @triton.jit

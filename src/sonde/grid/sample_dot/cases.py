@@ -7,22 +7,22 @@ import math
 import torch
 from torch import Tensor
 
-from .. import _cases
+from .._epipolar import cases as epipolar
 
-SMALL = _cases.SMALL
-BENCH = _cases.EPIPOLAR
+SMALL = epipolar.SMALL
+BENCH = epipolar.EPIPOLAR
 IN_FULL = ("odd_sizes", "hostile")  # in every dtype and both modes where kernels are interpreted; the rest in float32
 
 
 def make(octaves: int = 0, **sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Arguments of ``sample_dot``."""
-    made = _cases.epipolar(octaves=octaves, **sizes)
+    made = epipolar.epipolar(octaves=octaves, **sizes)
     return made["images"], made["samples"], made["queries"], made["depths"], octaves
 
 
 def eager(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int) -> Tensor:
     """What a user of plain PyTorch writes."""
-    values = _cases.grid_sample(images, samples)
+    values = epipolar.grid_sample(images, samples)
     plain, encoded = values.split([queries.shape[3], 2 * num_octaves], 1)
     out = torch.einsum("bhqc,bcqd->bhqd", queries.to(values.dtype), plain)
     if num_octaves:

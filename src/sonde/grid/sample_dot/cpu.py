@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _cpu_form as form
+from .._epipolar import cpu as form
 
 NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # of the form's letters, as the gradients go
 

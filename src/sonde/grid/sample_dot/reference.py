@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .._reference import taps
+from .._epipolar.reference import taps
 
 
 def sample_dot(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None = None, num_octaves: int = 0) -> Tensor:

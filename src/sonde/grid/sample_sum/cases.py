@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _cases
+from .._epipolar import cases as epipolar
 
-SMALL = _cases.SMALL
-BENCH = _cases.EPIPOLAR
+SMALL = epipolar.SMALL
+BENCH = epipolar.EPIPOLAR
 
 
 def make(**sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments of ``sample_sum``."""
-    made = _cases.epipolar(**sizes)
+    made = epipolar.epipolar(**sizes)
     return made["images"], made["samples"], made["weights"]
 
 
 def eager(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
     """What a user of plain PyTorch writes."""
-    values = _cases.grid_sample(images, samples)
+    values = epipolar.grid_sample(images, samples)
     return torch.einsum("bhqd,bcqd->bhqc", weights.to(values.dtype), values).to(images.dtype)
 
 

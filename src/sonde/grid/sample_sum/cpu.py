@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _cpu_form as form
+from .._epipolar import cpu as form
 
 NAMES = dict(images="images", samples="samples", coef="weights")  # of the form's letters, in the order of the gradients
 

@@ -1,4 +1,4 @@
-"""Triton implementation of ``sample_sum``: derivatives of the form in ``_gpu_form``."""
+"""Triton implementation of ``sample_sum``: derivatives of the form in ``_epipolar.gpu``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_form as form
+from .._epipolar import gpu as form
 
 NAMES = dict(images="images", samples="samples", coef="weights")  # of the form's letters, in the order of the gradients
 

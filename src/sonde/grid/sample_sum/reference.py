@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .._reference import taps
+from .._epipolar.reference import taps
 
 
 def sample_sum(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:

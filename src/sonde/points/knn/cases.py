@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _cases
+from .._search import cases as clouds
 
-SMALL, BENCH = _cases.SMALL, _cases.KNN
-LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING = _cases.IN_FULL, _cases.VANISHING
+SMALL, BENCH = clouds.SMALL, clouds.KNN
+LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
+IN_FULL, VANISHING = clouds.IN_FULL, clouds.VANISHING
 
 
 def make(k: int = 3, **sizes) -> tuple:
     """Arguments of ``knn``."""
-    made = _cases.make(**sizes)
+    made = clouds.make(**sizes)
     return made["queries"], made["points"], k, *made["options"]
 
 
 def eager(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """What a user of plain PyTorch writes: distances in chunks, and the least of each row."""
-    step = _cases.pairs(queries.shape[-2], points.shape[-2])
+    step = clouds.pairs(queries.shape[-2], points.shape[-2])
     found = [torch.cdist(q, points).topk(k, largest=False) for q in queries.split(step, -2)]
     return torch.cat([d for d, _ in found], -2), torch.cat([i for _, i in found], -2)
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _cases
-from .._reference import searching_in as exactly
+from .._search import cases as clouds
+from .._search.reference import searching_in as exactly
 
 __all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
-SMALL, BENCH = {**_cases.SMALL, **_cases.WEIGHED}, _cases.KNN
-LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING, CHECKED, apart = _cases.IN_FULL, _cases.VANISHING, _cases.CHECKED, _cases.apart
+SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHED}, clouds.KNN
+LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
+IN_FULL, VANISHING, CHECKED, apart = clouds.IN_FULL, clouds.VANISHING, clouds.CHECKED, clouds.apart
 
 
 def make(k: int = 3, **sizes) -> tuple:
     """Arguments of ``knn_aggregate``."""
-    made = _cases.make(**sizes)
+    made = clouds.make(**sizes)
     return made["queries"], made["points"], made["features"], k, made["sigma"], *made["options"]
 
 
 def eager(queries: Tensor, points: Tensor, features: Tensor, k: int, sigma: float | Tensor) -> Tensor:
     """What a user of plain PyTorch writes, for ``[M, D]``, ``[N, D]``, ``[N, F]``: distances in chunks, the least of each row."""
     out = []
-    for q in queries.split(_cases.pairs(queries.shape[0], points.shape[0])):
+    for q in queries.split(clouds.pairs(queries.shape[0], points.shape[0])):
         distances, indices = torch.cdist(q, points).topk(k, largest=False)
         weights = torch.softmax(-distances / sigma, -1).to(features.dtype)
         out.append((weights[..., None] * features[indices]).sum(-2))

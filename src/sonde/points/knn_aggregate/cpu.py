@@ -13,10 +13,10 @@ from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store_some
 from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
-from .. import _cpu_search as cpu
-from .. import _cpu_tree as trees
-from .._cpu_rows import BLOCK, added, copied, dot, falls, rates, times, together
-from .._cpu_segments import gather, lists, sums
+from .._search import cpu
+from .._search import cpu_tree as trees
+from .._search.cpu_rows import BLOCK, added, copied, dot, falls, rates, times, together
+from .._search.cpu_segments import gather, lists, sums
 
 NAMES = ("queries", "points", "features", "sigma")
 

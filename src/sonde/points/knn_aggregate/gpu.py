@@ -1,11 +1,11 @@
-"""Triton implementation of ``knn_aggregate``: search, softmax and sum in the kernel of ``_gpu_nearest``."""
+"""Triton implementation of ``knn_aggregate``: search, softmax and sum in the kernel of ``_search.gpu_nearest``."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_passes as passes
+from .._search import gpu as passes
 
 
 def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._reference import aggregate, nearest
+from .._search.reference import aggregate, nearest
 
 
 def knn_aggregate(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:

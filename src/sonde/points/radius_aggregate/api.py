@@ -7,9 +7,9 @@ from torch import Tensor
 from ...op.dtypes import accumulator
 from ...op.plan import Impl
 from ...op.register import operator
-from .. import _points as shared
-from .._numbers import positive
-from ..point_index.api import PointIndex
+from .._search import arguments as shared
+from .._search.checks import positive
+from .._search.index.api import PointIndex
 from . import reference
 
 NAME = "radius_aggregate"

@@ -17,9 +17,9 @@ from ...op.dtypes import accumulator
 from ...op.lanes import LANES, load, store, store_some, where
 from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
-from .. import _cpu_search as cpu
-from .. import _cpu_tree as trees
-from .._cpu_rows import BLOCK, add_block, copied, dot, falls, finite, folded, rates, times
+from .._search import cpu
+from .._search import cpu_tree as trees
+from .._search.cpu_rows import BLOCK, add_block, copied, dot, falls, finite, folded, rates, times
 
 NAMES = ("queries", "points", "features", "sigma")
 LEAP = 4.0  # widths that a point must be nearer than the one that weighs 1 before it takes that place

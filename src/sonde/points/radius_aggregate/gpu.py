@@ -1,11 +1,11 @@
-"""Triton implementation of ``radius_aggregate``: walks over rows and columns in the kernels of ``_gpu_ball``."""
+"""Triton implementation of ``radius_aggregate``: walks over rows and columns in the kernels of ``_search.gpu_ball``."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_passes as passes
+from .._search import gpu as passes
 
 
 def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:

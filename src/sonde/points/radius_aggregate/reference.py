@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._reference import aggregate, nearest
+from .._search.reference import aggregate, nearest
 
 
 def radius_aggregate(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _cases
+from .._search import cases as clouds
 
-SMALL = _cases.SMALL
-BENCH = {name: dict(sizes, k=16) for name, sizes in _cases.RADIUS.items()}
-LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING = _cases.IN_FULL, _cases.VANISHING
+SMALL = clouds.SMALL
+BENCH = {name: dict(sizes, k=16) for name, sizes in clouds.RADIUS.items()}
+LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
+IN_FULL, VANISHING = clouds.IN_FULL, clouds.VANISHING
 
 
 def make(k: int = 3, radius: float = 1.2, **sizes) -> tuple:
     """Arguments of ``radius_neighbors``."""
-    made = _cases.make(**sizes)
+    made = clouds.make(**sizes)
     return made["queries"], made["points"], radius, k, *made["options"]
 
 
 def eager(queries: Tensor, points: Tensor, radius: float, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """What a user of plain PyTorch writes."""
     made = []
-    for q in queries.split(_cases.pairs(queries.shape[-2], points.shape[-2]), -2):
+    for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2]), -2):
         all_of = torch.cdist(q, points)
         d, i = all_of.topk(k, largest=False)
         inside = d <= radius

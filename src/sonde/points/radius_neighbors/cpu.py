@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _cpu_search as cpu
+from .._search import cpu
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""Triton implementation of ``radius_neighbors``: the walk of ``_gpu_search``, in the kernel of ``_gpu_nearest``."""
+"""Triton implementation of ``radius_neighbors``: the walk of ``_search.gpu_walk``, in the kernel of ``_search.gpu_nearest``."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ...op.plan import Kernel
-from .. import _gpu_passes as passes
+from .._search import gpu as passes
 
 
 def forward(*args) -> tuple[Tensor, ...]:

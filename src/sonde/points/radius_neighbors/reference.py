@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._reference import distances, nearest
+from .._search.reference import distances, nearest
 
 
 def radius_neighbors(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:

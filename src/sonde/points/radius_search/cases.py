@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _cases
+from .._search import cases as clouds
 
-SMALL, BENCH = _cases.SMALL, _cases.RADIUS
-LETTERS, FIXED, LEAST = _cases.LETTERS, _cases.FIXED, _cases.LEAST
-IN_FULL, VANISHING = _cases.IN_FULL, _cases.VANISHING
+SMALL, BENCH = clouds.SMALL, clouds.RADIUS
+LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
+IN_FULL, VANISHING = clouds.IN_FULL, clouds.VANISHING
 
 
 def make(radius: float = 1.2, **sizes) -> tuple:
     """Arguments of ``radius_search``."""
-    made = _cases.make(**sizes)
+    made = clouds.make(**sizes)
     return made["queries"], made["points"], radius, *made["options"]
 
 
 def eager(queries: Tensor, points: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
     """What a user of plain PyTorch writes, for ``[M, D]`` and ``[N, D]``."""
     counts, indices, distances = [], [], []
-    for q in queries.split(_cases.pairs(queries.shape[-2], points.shape[-2])):
+    for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2])):
         d = torch.cdist(q, points)
         row, column = (d <= radius).nonzero(as_tuple=True)
         near = d[row, column]

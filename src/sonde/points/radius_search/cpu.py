@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...op.cpu import array, jit, part, run
 from ...op.plan import Kernel
-from .. import _cpu_search as cpu
-from .. import _cpu_tree as trees
+from .._search import cpu
+from .._search import cpu_tree as trees
 
 
 def forward(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,11 +8,11 @@ from torch import Tensor
 from ...jit import Unsupported
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism, Kernel
-from .. import _gpu_lists as lists
-from .. import _gpu_pairs as pairs
-from .. import _gpu_passes as passes
-from .._gpu_search import halves, nodes_of
-from .._reference import root
+from .._search import gpu as passes
+from .._search import gpu_lists as lists
+from .._search import gpu_pairs as pairs
+from .._search.gpu_walk import halves, nodes_of
+from .._search.reference import root
 
 
 def forward(*args) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._reference import distances, nearest
+from .._search.reference import distances, nearest
 
 
 def radius_search(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:

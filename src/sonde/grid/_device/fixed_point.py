@@ -1,0 +1,193 @@
+"""Sums that no order of additions can change: numbers as whole multiples of a power of two, added as integers.
+
+Atomic additions come in any order, and each of them rounds a floating-point sum. Integers do not round. Numbers are divided by
+a power of two above the largest of their image, so that a sum has at least 59 − log₂(terms) binary digits behind the point of
+that; where sums are float64 a second integer has as many again. What is not finite has no such multiple: when the sum is
+complete, it puts a mark into its place, which :func:`value` reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import jit
+from ...op.gpu import Launch, cdiv, launch
+
+FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
+BLOCK = 4096
+MARKED = tl.constexpr(1 << 62)  # no sum is as large
+BITS = (torch.int32, torch.int64)  # integers as large as float32 and float64
+
+
+def digits(terms: int) -> int:
+    """Binary digits behind the point, such that `terms` numbers below eight have a sum below 2**62."""
+    return 59 - terms.bit_length()
+
+
+def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
+    """The bits of the largest finite number of each image in ``[B, C, P]``, a group of B being one image; then: is all finite?"""
+    B, C, P = x.shape
+    double = wide == torch.float64
+    out = torch.zeros(images + 1, dtype=BITS[double], device=x.device)
+    group, last = B // max(1, images), x.stride(1) == 1 and C > 1
+    dense = x.stride()[1:] in ((P, 1), (1, C))
+    constants = (last, dense, tl.float64 if double else tl.float32, tl.int64 if double else tl.int32, BLOCK)
+    sizes = (C, P, images, group, *x.stride())
+    launch(_largest, (x, out), (B * cdiv(C * P, BLOCK), 1, 1), sizes, constants, 8)
+    return out
+
+
+class Finish(NamedTuple):
+    """Sums of images of `N` numbers and `C` channels."""
+
+    images: int
+    C: int
+    N: int
+    digits: int
+    planes: bool  # each channel is a plane, and will be next to the others
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int
+
+
+def finishing(sums: Tensor, out: Tensor, fixed: bool = False, digits: int = 0) -> jit.Step:
+    """Makes numbers of sums ``[images, C, …]`` and rounds them: takes both, of which outlines are given here.
+
+    The result may have its channels last where the sums have planes. For sums in fixed point takes their second half, if any, and
+    the sizes of their images, too.
+    """
+    images, C, N = *sums.shape[:2], sums.numel() // max(1, sums.shape[0])
+    planes = sums.stride(1) != 1 and out.stride(1) == 1 and C > 1
+    return jit.Step(finish, Finish(images, C, N, digits, planes), [0, 1, 2, 3] if fixed else [0, 1, None, None])
+
+
+def launch_finish(p: Finish, config: Config) -> Launch:
+    vector = 8 if p.N % 8 == 0 else 1
+    grid = (p.images * cdiv(p.N, config.block), 1, 1)
+    return Launch(grid, (p.C, p.N, p.digits), (p.planes, vector, config.block), config.num_warps)
+
+
+@triton.jit
+def power(n, like):
+    """2ⁿ in the dtype of `like`, for an exponent that it has."""
+    if like.dtype == tl.float64:
+        x = ((n + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    else:
+        x = ((n + 127) << 23).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def exponent(largest):
+    """Of the power of two that brings numbers up to `largest`, given as bits, below one (near the end of the range: below four)."""
+    if largest.dtype == tl.int64:
+        e = tl.maximum(1022 - (largest >> 52), -1022)
+    else:
+        e = tl.maximum(126 - (largest >> 23), -126)
+    return e
+
+
+@triton.jit
+def multiple(x, largest, DIGITS):
+    """x as a multiple of the unit of its image; zero for what is not finite."""
+    scaled = x * power(exponent(largest), x) * power(DIGITS, x)
+    return tl.where(tl.abs(x) < float("inf"), scaled, 0)
+
+
+@triton.jit
+def add(at, low, x, mask, STAGE: tl.constexpr, DIGITS):
+    """Add a multiple; or mark a place for what is not finite, and then tell what it is."""
+    if STAGE == 1:
+        whole = x.to(tl.int64)
+        tl.atomic_add(at, whole, mask=mask, sem="relaxed")
+        if low is not None:
+            rest = (x - whole.to(x.dtype)) * power(DIGITS, x)
+            tl.atomic_add(low, rest.to(tl.int64), mask=mask, sem="relaxed")
+    else:
+        odd = mask & ~(tl.abs(x) < float("inf"))
+        if STAGE == 2:
+            tl.store(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd)  # whoever comes first
+        else:
+            sign = tl.where(x > 0, 1, tl.where(x < 0, 2, 3))
+            tl.atomic_or(at, sign.to(tl.int64), mask=odd, sem="relaxed")
+
+
+@triton.jit
+def value(sum, low, largest, DIGITS):
+    """A sum as a number."""
+    like = largest.to(tl.float64 if largest.dtype == tl.int64 else tl.float32, bitcast=True)
+    unit = power(-DIGITS, like)
+    x = sum.to(like.dtype)
+    if low is not None:
+        x += low.to(like.dtype) * unit
+    x = x * unit * power(-exponent(largest), like)
+    infinite = tl.where(sum == MARKED + 1, float("inf"), tl.where(sum == MARKED + 2, -float("inf"), float("nan")))
+    return tl.where(sum < MARKED, x, infinite.to(like.dtype))
+
+
+@triton.jit(do_not_specialize=["C", "P", "IMAGES", "GROUP", "X_B", "X_C", "X_P"])
+def _largest(
+    x,  # [B, C, P]
+    largest,  # [IMAGES + 1]
+    C,
+    P,
+    IMAGES,
+    GROUP,
+    X_B,
+    X_C,
+    X_P,
+    LAST: tl.constexpr,  # channels are neighbours
+    DENSE: tl.constexpr,  # nothing lies between the numbers of an image
+    ACC: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    N = C.to(tl.int64) * P
+    blocks = tl.cdiv(N, BLOCK)
+    b = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = i
+    if not DENSE:
+        at = i % C * X_C + i // C * X_P if LAST else i // P * X_C + i % P * X_P
+    size = tl.abs(tl.load(x + b.to(tl.int64) * X_B + at, mask=i < N, other=0).to(ACC))
+    finite = size < float("inf")
+    most = tl.max(tl.where(finite, size, 0).to(BITS, bitcast=True), 0)
+    tl.atomic_max(largest + b // GROUP, most, sem="relaxed")
+    odd = tl.max(tl.where(finite, 0, 1), 0)
+    tl.atomic_max(largest + IMAGES, odd.to(BITS), mask=odd > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["C", "N", "DIGITS"])
+def _finish(
+    sums,  # [images, N]
+    out,  # [images, N]
+    low,  # [images, N]
+    largest,  # [images + 1]; None where sums are numbers already
+    C,
+    N,
+    DIGITS,
+    PLANES: tl.constexpr,  # sums are [images, C, N / C], and the result is [images, N / C, C]
+    VECTOR: tl.constexpr,  # N is a multiple of it
+    BLOCK: tl.constexpr,
+):
+    N = N // VECTOR * VECTOR  # tells the compiler
+    blocks = tl.cdiv(N, BLOCK)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was added to last may still be in the cache
+    b = (program // blocks).to(tl.int64)
+    i = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = b * N + (i % C * (N // C) + i // C if PLANES else i)
+    x = tl.load(sums + at, mask=i < N, other=0)
+    if largest is not None:
+        rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
+        x = value(x, rest, tl.load(largest + b), DIGITS)
+    tl.store(out + b * N + i, x.to(out.dtype.element_ty), mask=i < N)
+
+
+finish = jit.kernel(_finish, "grid.finish", default=lambda p: Config(BLOCK, 8), launch=launch_finish)

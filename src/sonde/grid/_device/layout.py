@@ -1,0 +1,129 @@
+"""Images to channels-last and back: one tiled transpose, which also rounds.
+
+Images are ``[B, C, H, W]`` here, whatever their strides. *Pixels* are images whose channels are next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import jit
+from ...op.gpu import Launch, cdiv
+from .fixed_point import Config, value
+
+FEW = 1 << 17
+
+
+def few(taps: int, C: int) -> bool:
+    """Whether planes are read where they lie: to convert them would take longer."""
+    return taps * C <= FEW
+
+
+def pixel_stride(C: int, itemsize: int) -> int:
+    """Channels from one pixel to the next in an image that we lay out ourselves.
+
+    Whole 128-byte lines where that costs little, so that no tile of channels straddles two of them, else whole sectors.
+    """
+    size = C * itemsize
+    lines, sectors = cdiv(size, 128) * 128, cdiv(size, 32) * 32
+    return (lines if lines <= 1.13 * size else sectors) // itemsize
+
+
+def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pixels, padded to the stride above."""
+    room = torch.empty(pixels_room(shape, dtype), dtype=dtype, device=device)
+    return as_images(room, shape, pixel_stride(shape[1], dtype.itemsize))
+
+
+def as_images(pixels: Tensor, shape: Sequence[int], stride: int) -> Tensor:
+    """The images that lie in this memory, pixels `stride` apart."""
+    _, _, H, W = shape
+    return pixels.as_strided(shape, (H * W * stride, 1, W * stride, stride))
+
+
+def pixels_room(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """How many numbers padded pixels of images or volumes of this shape are."""
+    return shape[0] * prod(shape[2:]) * pixel_stride(shape[1], dtype.itemsize)
+
+
+def into_pixels(shape: Sequence[int], dtype: torch.dtype) -> jit.Step:
+    """Copies planes into padded pixels; takes both."""
+    B, C, P = shape[0], shape[1], prod(shape[2:])
+    return jit.Step(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [0, 1, None, None])
+
+
+def turned(step: jit.Step, images: Tensor) -> Tensor:
+    """The memory of their pixels; kernels know how they lie."""
+    pixels = images.new_empty(pixels_room(images.shape, images.dtype))
+    step((images, pixels, None))
+    return pixels
+
+
+def into_planes(shape: Sequence[int], source: torch.dtype, dtype: torch.dtype, fixed: bool = False, digits: int = 0) -> jit.Step:
+    """And back, in another dtype; for sums in fixed point takes their second half, if any, and the sizes of their images, too."""
+    B, C, P = shape[0], shape[1], prod(shape[2:])
+    problem = Transpose(B, P, C, pixel_stride(C, source.itemsize), P, source, dtype, digits)
+    return jit.Step(transpose, problem, [0, 1, 2, 3] if fixed else [0, 1, None, None])
+
+
+class Transpose(NamedTuple):
+    """``[B, M, N]`` → ``[B, N, M]``, rows `from_row` and `to_row` apart."""
+
+    B: int
+    M: int
+    N: int
+    from_row: int
+    to_row: int
+    source: torch.dtype
+    to: torch.dtype
+    digits: int = 0
+
+
+def default_config(problem: Transpose) -> Config:
+    return Config(32 if problem.digits else 64, 4)  # integers of 64 bits take twice the registers
+
+
+def launch(p: Transpose, config: Config) -> Launch:
+    grid = (p.B * cdiv(p.M, config.block) * cdiv(p.N, config.block), 1, 1)
+    aligned = (4 if (p.N | p.from_row) % 4 == 0 else 1, 4 if (p.M | p.to_row) % 4 == 0 else 1)
+    return Launch(grid, (p.M, p.N, p.from_row, p.to_row, p.digits), (*aligned, config.block), config.num_warps)
+
+
+@triton.jit(do_not_specialize=["M", "N", "FROM_ROW", "TO_ROW", "DIGITS"])
+def _transpose(
+    source,  # [B, M, N], rows FROM_ROW apart
+    out,  # [B, N, M], rows TO_ROW apart
+    low,  # like the source, where that has sums in fixed point
+    largest,  # [B + 1]
+    M,
+    N,
+    FROM_ROW,
+    TO_ROW,
+    DIGITS,
+    IN: tl.constexpr,  # N and FROM_ROW are multiples of it
+    OUT: tl.constexpr,  # M and TO_ROW are
+    BLOCK: tl.constexpr,
+):
+    N, FROM_ROW = N // IN * IN, FROM_ROW // IN * IN  # tells the compiler what it cannot know: that rows are aligned
+    M, TO_ROW = M // OUT * OUT, TO_ROW // OUT * OUT
+    down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    tile = tl.program_id(0)
+    b = (tile // (down * across)).to(tl.int64)
+    m = tile // across % down * BLOCK + tl.arange(0, BLOCK)
+    n = tile % across * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < M)[:, None] & (n < N)[None]
+    at = (b * M + m[:, None]) * FROM_ROW + n[None]
+    x = tl.load(source + at, mask=inside)
+    if largest is not None:
+        x = value(x, None if low is None else tl.load(low + at, mask=inside), tl.load(largest + b), DIGITS)
+    tl.store(out + (b * N + n[:, None]) * TO_ROW + m[None], tl.trans(x).to(out.dtype.element_ty), mask=tl.trans(inside))
+
+
+transpose = jit.kernel(_transpose, "grid.transpose", default=default_config, launch=launch)

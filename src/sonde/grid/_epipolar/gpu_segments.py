@@ -1,0 +1,161 @@
+"""The gradient of the form's images in a fixed order of additions: what one piece of a cell's samples adds up to."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...op.gpu import accumulator, cdiv, launch
+from .._device.taps import fetch, locate, octave, wave
+from .._scatter.segments import BLOCK, BLOCK_C, gather, index_bytes, pieces, segments, sorting_bytes
+from .gpu_kernels import Problem
+
+SEGMENTS = ("_keys", "torch.sort", "_starts", "torch.cumsum", "_bounds", "_sums", "_gather")  # what runs, in order
+TILES = 5  # tiles of channels whose sums one program keeps in registers
+BLOCK_N = 4  # samples of a piece that are in flight together
+ROOM = 1 << 26  # bytes that the workspace may always take; more only where the images are larger than that
+
+
+def images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
+    """∂T/∂images into `out` ``[B, C, H, W]``, every element of which is written."""
+    chunk = batch_chunk(n)
+    for b in range(0, n.B, chunk):
+        part = [None if t is None else t[b : b + chunk] for t in (samples, coef, rows, depths, out)]
+        _images_gradient(n._replace(B=min(chunk, n.B - b)), *part)  # type: ignore[arg-type]
+
+
+def batch_chunk(n: Problem) -> int:
+    """Images that are worked on at a time, so that the workspace stays within its room."""
+    room = max(ROOM, n.B * n.C * n.H * n.W * n.wide.itemsize)
+    return max(1, min(n.B, room * n.B // max(1, _bytes(n))))
+
+
+def workspace(n: Problem) -> int:
+    """Bytes in use beside the result."""
+    return _bytes(n._replace(B=min(n.B, batch_chunk(n))))
+
+
+def _bytes(n: Problem) -> int:
+    N, cells = n.B * n.Q * n.D, _cells(n)
+    return max(sorting_bytes(N), index_bytes(N, cells) + pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize)
+
+
+def _cells(n: Problem) -> int:
+    return n.B * (n.H + 1) * (n.W + 1)
+
+
+def _tile(n: Problem) -> int:
+    return min(TILES, cdiv(n.C, BLOCK_C)) * BLOCK_C
+
+
+def _images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
+    B, H, W, Q, D, C = n[:6]
+    N, last = B * Q * D, _cells(n)
+    if not N or not out.numel():
+        out.zero_()
+        return
+    acc = accumulator(n.wide)
+    keys = [torch.empty(N, dtype=torch.int32, device=samples.device)]
+    launch(_keys, (samples, keys[0]), (cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4)
+    of = segments(keys, last)
+
+    P, tile = pieces(N, last), _tile(n)
+    sums = torch.empty(P, 4, tile, dtype=n.wide, device=samples.device)
+    pixels = out.as_strided((B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1))
+    for c0 in range(0, C, tile):
+        launch(
+            _sums, (samples, coef, rows, depths, of.order, of.first, of.begin, sums), (P, 1, 1), (H, W, Q, D, last),
+            (C, c0, tile, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C), 1,
+        )  # fmt: skip
+        gather(sums, of, pixels, 2, c0)
+
+
+@triton.jit(do_not_specialize=["H", "W", "QD", "N", "LAST"])
+def _keys(
+    samples,  # [N, 2]
+    keys,  # [N]
+    H,
+    W,
+    QD,
+    N,
+    LAST,  # the key of samples that see no pixel
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    y, x = fetch(samples, i, i < N, ACC)
+    live, y0, x0, _, _ = locate(y, x, H, W, tl.int32)
+    key = ((i // QD).to(tl.int32) * (H + 1) + y0 + 1) * (W + 1) + x0 + 1
+    tl.store(keys + i, tl.where(live, key, LAST), mask=i < N)
+
+
+@triton.jit(do_not_specialize=["H", "W", "Q", "D", "LAST"])
+def _sums(
+    samples,  # [B, Q, D, 2]
+    coef,  # [B, h, Q, D]
+    rows,  # [B, h, Q, C − 2·OCTAVES]
+    depths,  # [B, Q, D]
+    order,  # [N], which sample
+    first,  # [P + 1]
+    begin,  # [cells + 1]
+    sums,  # [P, 4, TILE]
+    H,
+    W,
+    Q,
+    D,
+    LAST,
+    C: tl.constexpr,
+    C0: tl.constexpr,  # channels from C0 to C0 + TILE
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    OCTAVES: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    ROW_C: tl.constexpr = C - 2 * OCTAVES
+    p = tl.program_id(0).to(tl.int64)
+    if p < tl.load(begin + LAST):  # the samples behind it see no pixel
+        start, stop = tl.load(first + p), tl.load(first + p + 1)
+        totals = ()  # of each tile, the sums of its four corners
+        for _ in tl.static_range(4 * TILES):
+            totals = totals + (tl.zeros([BLOCK_N, BLOCK_C], ACC),)
+        i = start + tl.arange(0, BLOCK_N)[:, None]
+        next_sample = tl.load(order + i, mask=i < stop, other=0)
+        for _ in range(start, stop, BLOCK_N):
+            sample, in_i = next_sample.to(tl.int64), i < stop
+            i += BLOCK_N
+            next_sample = tl.load(order + i, mask=i < stop, other=0)  # its latency is hidden in this turn
+            y, x = fetch(samples, sample, in_i, ACC)
+            _live, _y0, _x0, fy, fx = locate(y, x, H, W, tl.int32)
+            query, d = sample // D, sample % D
+            hq = query // Q * (HEADS * Q) + query % Q
+            w = ()
+            w_all = tl.zeros([BLOCK_N, 1], ACC)
+            for h in tl.static_range(HEADS):
+                w = w + (tl.load(coef + (hq + h * Q) * D + d, mask=in_i, other=0).to(ACC),)
+                w_all += w[h]
+            if OCTAVES > 0:
+                depth = tl.load(depths + sample, mask=in_i, other=0).to(ACC)
+            sums_ = ()
+            for t in tl.static_range(TILES):
+                c = C0 + t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+                a = tl.zeros([BLOCK_N, BLOCK_C], ACC)
+                for h in tl.static_range(HEADS):
+                    a += w[h] * tl.load(rows + (hq + h * Q) * ROW_C + c, mask=in_i & (c < ROW_C), other=0).to(ACC)
+                if OCTAVES > 0 and C0 + (t + 1) * BLOCK_C > ROW_C:
+                    turns, _power = octave(depth, tl.maximum(c - ROW_C, 0) // 2)
+                    a = tl.where(c < ROW_C, a, w_all * wave(turns, (c - ROW_C) % 2 == 1))
+                bottom = fy * a
+                top = a - bottom
+                s = totals[4 * t : 4 * t + 4]
+                sums_ = sums_ + (s[0] + (top - fx * top), s[1] + fx * top, s[2] + (bottom - fx * bottom), s[3] + fx * bottom)
+            totals = sums_
+        for t in tl.static_range(TILES):
+            at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            for corner in tl.static_range(4):
+                total = tl.sum(totals[4 * t + corner], 0, keep_dims=True)
+                tl.store(sums + (p * 4 + corner) * TILE + at, total, mask=at < TILE)

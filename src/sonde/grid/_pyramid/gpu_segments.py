@@ -1,0 +1,301 @@
+"""The gradient of a pyramid's rows in a fixed order of additions: samples sorted by cell, as ``_scatter.segments`` has it.
+
+Both operators are told alike: N samples for each row of the result's gradient, POINTS in a row of which are in one level and
+REPEAT in a row of which share a location. Every level has its own cells, one more than pixels along each axis.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...op.gpu import accumulator, cdiv, launch
+from .._device.long_sums import plus, settled
+from .._scatter.segments import BLOCK, BLOCK_PIXELS, index_bytes, pieces, segments, sorting_bytes
+from .gpu_levels import Levels, along, block_of, fetch, inside, level, put, shares
+
+TILES = 4  # tiles of channels whose sums one program keeps in registers
+BLOCK_N = 4  # samples of a piece that are in flight together
+ROOM = 1 << 26  # bytes that the workspace may always take; more only where the rows are larger than that
+
+
+class Problem(NamedTuple):
+    B: int
+    S: int  # rows of an image, each of all heads
+    Q: int
+    heads: int
+    C: int  # channels of a head
+    G: int  # groups of channels, each with weights of its own
+    N: int  # samples of a query's head
+    points: int
+    repeat: int
+    levels: Levels
+    drop: bool
+    wide: torch.dtype
+    int64: bool
+
+    @property
+    def cells(self) -> int:
+        """Of a head's image; where nobody has checked the levels, as many as disjoint ones can have."""
+        if not self.levels.table or self.levels.mask:
+            return 4 * self.S + self.levels.number
+        sizes = zip(self.levels.table[::3], self.levels.table[1::3])
+        return sum((h + 1) * (w + 1) for h, w in sizes if h and w)
+
+    @property
+    def block_c(self) -> int:
+        return block_of(max(1, self.C // max(1, self.G)))
+
+    @property
+    def tiles(self) -> int:
+        return self.G * cdiv(self.C // max(1, self.G), self.block_c)
+
+    @property
+    def tile(self) -> int:
+        """Channels that are worked on at a time."""
+        return min(TILES, self.tiles) * self.block_c
+
+
+def rows_gradient(
+    n: Problem, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, grad: Tensor, out: Tensor
+) -> None:
+    """Into `out` ``[B, S, heads, C]``, every element of which is written."""
+    if not _some(n):
+        out.zero_()
+        return
+    table = torch.empty(n.levels.number, 4, dtype=torch.int64, device=out.device)
+    offset = tl.int64 if n.int64 else tl.int32
+    launch(_cells, (shapes, starts, table), (1, 1, 1), (n.levels.number, n.cells), (*n.levels.constants, offset), 1)
+    chunk = batch_chunk(n)
+    for b in range(0, n.B, chunk):
+        part = [t[b : b + chunk] for t in (locations, weights, grad, out)]
+        _rows_gradient(n._replace(B=min(chunk, n.B - b)), table, *part)
+
+
+def batch_chunk(n: Problem) -> int:
+    """Images that are worked on at a time, so that the workspace stays within its room."""
+    room = max(ROOM, n.B * n.S * n.heads * n.C * n.wide.itemsize)
+    return max(1, min(n.B, room * n.B // max(1, _bytes(n))))
+
+
+def launches(n: Problem) -> list[str]:
+    """What runs, in order; the last writes the gradient, or the rest of it."""
+    if not _some(n):
+        return ["torch.zero_"]
+    tiles, chunks = cdiv(n.tiles, n.tile // n.block_c), cdiv(n.B, batch_chunk(n))
+    return ["_cells"] + (["_keys", "torch.sort", "_starts", "torch.cumsum", "_bounds"] + ["_sums", "_gather"] * tiles) * chunks
+
+
+def _some(n: Problem) -> bool:
+    return n.B * n.Q * n.heads * n.N * n.C * n.S > 0
+
+
+def workspace(n: Problem) -> int:
+    """Bytes in use beside the result."""
+    if not _some(n):
+        return 0
+    return _bytes(n._replace(B=min(n.B, batch_chunk(n)))) + n.levels.number * 32
+
+
+def _bytes(n: Problem) -> int:
+    N, last = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells
+    return max(sorting_bytes(N), index_bytes(N, last) + pieces(N, last) * 4 * n.tile * n.wide.itemsize)
+
+
+def _rows_gradient(n: Problem, table: Tensor, locations: Tensor, weights: Tensor, grad: Tensor, out: Tensor) -> None:
+    N, last, acc, device = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells, accumulator(n.wide), out.device
+    keys = [torch.empty(N, dtype=torch.int32 if last < 2**31 else torch.int64, device=device)]
+    what = (n.points, n.repeat, n.levels.number)
+    launch(
+        _keys, (locations, table, keys[0]), (cdiv(N, BLOCK), 1, 1), (N, n.N, n.Q, n.heads, n.cells, last),
+        (*what, n.drop, acc, BLOCK), 4,
+    )  # fmt: skip
+    of = segments(keys, last)
+    P = pieces(N, last)
+    sums = torch.empty(P, 4, n.tile, dtype=n.wide, device=device)
+    group = n.C // n.G
+    each = cdiv(group, n.block_c)  # tiles of a group
+    pixels = max(1, BLOCK_PIXELS * 32 // n.block_c)
+    warps = 8 if n.block_c == 32 else 4  # of the gather: with fewer, or with more, it spills registers on sm_89 or sm_90
+    for t0 in range(0, n.tiles, n.tile // n.block_c):
+        launch(
+            _sums, (locations, weights, grad, table, of.order, of.first, of.begin, sums), (P, 1, 1), (n.N, last, t0),
+            (*what, n.C, n.G, each, acc, BLOCK_N, n.block_c, n.tile // n.block_c), 1,
+        )  # fmt: skip
+        launch(
+            _gather, (sums, table, of.begin, of.end, out), (n.B * n.heads * cdiv(n.S, pixels), n.tile // n.block_c, 1),
+            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), warps,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["LEVELS", "MOST"])
+def _cells(
+    shapes,
+    starts,
+    table,  # [LEVELS, 4]: height, width, first row, first cell; the cell is −1 where there is no room for a level
+    LEVELS,
+    MOST,
+    TABLE: tl.constexpr,
+    MASK: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    cell = tl.zeros([], tl.int64)
+    for i in range(LEVELS):
+        H, W, start = level(shapes, starts, i, TABLE, MASK, OFFSET)
+        more = (H.to(tl.int64) + 1) * (W.to(tl.int64) + 1)
+        fits = (H > 0) & (W > 0) & (more <= MOST - cell)
+        tl.store(table + 4 * i, H.to(tl.int64))
+        tl.store(table + 4 * i + 1, W.to(tl.int64))
+        tl.store(table + 4 * i + 2, start.to(tl.int64))
+        tl.store(table + 4 * i + 3, tl.where(fits, cell, -1))
+        cell += tl.where(fits, more, 0)
+
+
+@triton.jit(do_not_specialize=["SAMPLES", "N", "Q", "HEADS", "CELLS", "LAST"])
+def _keys(
+    locations,  # [SAMPLES / REPEAT, 2]
+    table,  # [LEVELS, 4]
+    keys,  # [SAMPLES]
+    SAMPLES,
+    N,
+    Q,
+    HEADS,
+    CELLS,
+    LAST,  # the key of samples that see no pixel
+    POINTS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DROP: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v, u = fetch(locations, (i // REPEAT).to(tl.int64), i < SAMPLES, ACC)
+    of = table + i // POINTS % LEVELS * 4
+    H, W, first = tl.load(of), tl.load(of + 1), tl.load(of + 3)
+    here = (i < SAMPLES) & (first >= 0)
+    if DROP:
+        here = here & inside(v, u)
+    y, _fy, top, bottom = along(v, H, tl.int64)
+    x, _fx, left, right = along(u, W, tl.int64)
+    live = here & (top | bottom) & (left | right)
+    query = i // N
+    image = query // HEADS // Q * HEADS + query % HEADS
+    key = image.to(tl.int64) * CELLS + first + (y + 1) * (W + 1) + x + 1
+    tl.store(keys + i, tl.where(live, key, LAST).to(keys.dtype.element_ty), mask=i < SAMPLES)
+
+
+@triton.jit(do_not_specialize=["N", "LAST", "TILE0"])
+def _sums(
+    locations,  # [samples / REPEAT, 2]
+    weights,  # [samples, G]
+    grad,  # [samples / N, C]
+    table,  # [LEVELS, 4]
+    order,  # [samples], which sample
+    first,  # [P + 1]
+    begin,  # [cells + 1]
+    sums,  # [P, 4, TILES·BLOCK_C]
+    N,
+    LAST,
+    TILE0,  # the first of TILES tiles
+    POINTS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    EACH: tl.constexpr,  # tiles of a group
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    p = tl.program_id(0).to(tl.int64)
+    if p < tl.load(begin + LAST):  # the samples behind it see no pixel
+        start, stop = tl.load(first + p), tl.load(first + p + 1)
+        totals = ()  # of each tile, the sums of its four corners
+        for _ in tl.static_range(4 * TILES):
+            totals = totals + (tl.zeros([BLOCK_N, BLOCK_C], ACC),)
+        i = start + tl.arange(0, BLOCK_N)[:, None]
+        next_sample = tl.load(order + i, mask=i < stop, other=0)
+        for _ in range(start, stop, BLOCK_N):
+            sample, in_i = next_sample, i < stop
+            i += BLOCK_N
+            next_sample = tl.load(order + i, mask=i < stop, other=0)  # its latency is hidden in this turn
+            v, u = fetch(locations, (sample // REPEAT).to(tl.int64), in_i, ACC)
+            of = table + sample // POINTS % LEVELS * 4
+            _y, fy, _top, _bottom = along(v, tl.load(of).to(tl.int32), tl.int32)
+            _x, fx, _left, _right = along(u, tl.load(of + 1).to(tl.int32), tl.int32)
+            s00, s01, s10, s11 = shares(fy, fx)
+            sums_ = ()
+            for t in tl.static_range(TILES):
+                g = (TILE0 + t) // EACH
+                at = (TILE0 + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+                in_g = in_i & (g < G)
+                w = tl.load(weights + sample.to(tl.int64) * G + g, mask=in_g, other=0).to(ACC)
+                a = tl.load(grad + (sample // N).to(tl.int64) * C + g * (C // G) + at, mask=in_g & (at < C // G), other=0).to(ACC)
+                a = w * a
+                s = totals[4 * t : 4 * t + 4]
+                sums_ = sums_ + (s[0] + s00 * a, s[1] + s01 * a, s[2] + s10 * a, s[3] + s11 * a)
+            totals = sums_
+        for t in tl.static_range(TILES):
+            at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+            for corner in tl.static_range(4):
+                total = tl.sum(totals[4 * t + corner], 0, keep_dims=True)
+                tl.store(sums + (p * 4 + corner) * (TILES * BLOCK_C) + at, total)
+
+
+@triton.jit(do_not_specialize=["S", "HEADS", "CELLS", "LEVELS", "TILE0"])
+def _gather(
+    sums,  # [P, 4, TILE]
+    table,  # [LEVELS, 4]
+    begin,  # [cells + 1]
+    end,
+    out,  # [B, S, h, C]
+    S,
+    HEADS,
+    CELLS,
+    LEVELS,
+    TILE0,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    EACH: tl.constexpr,
+    TILE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Every row from the pieces around its pixel, in each of the levels that have it."""
+    blocks = tl.cdiv(S, BLOCK_P)
+    image = tl.program_id(0) // blocks  # of a head
+    row = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+    tile = TILE0 + tl.program_id(1)
+    at = tile % EACH * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_c = (tile // EACH < G) & (at < C // G)
+    begin += image.to(tl.int64) * CELLS
+    end += image.to(tl.int64) * CELLS
+    sums += tl.program_id(1) * BLOCK_C
+    total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    lost = tl.zeros_like(total)
+    for i in range(LEVELS):
+        of = table + 4 * i
+        H, W, first = tl.load(of), tl.load(of + 1).to(tl.int32), tl.load(of + 3).to(tl.int32)
+        pixel = row - tl.load(of + 2)
+        in_p = (row < S) & (pixel >= 0) & (pixel < H * W) & (first >= 0)
+        if tl.max(in_p.to(tl.int32), 0) > 0:
+            at_pixel, width = tl.where(in_p, pixel, 0).to(tl.int32), tl.maximum(W, 1)
+            y, x = at_pixel // width, at_pixel % width
+            for corner in range(4):
+                # the pixel is corner (dy, dx) of the cell (y − dy, x − dx)
+                cell = first + (y - corner // 2 + 1) * (W + 1) + x - corner % 2 + 1
+                p, stop = tl.load(begin + cell, mask=in_p, other=0), tl.load(end + cell, mask=in_p, other=0)
+                for k in range(tl.max(stop - p, 0)):
+                    there = (p + k < stop)[:, None] & in_c[None]
+                    source = sums + ((p + k).to(tl.int64) * 4 + corner)[:, None] * TILE + tl.arange(0, BLOCK_C)[None]
+                    total, lost = plus(total, lost, tl.load(source, mask=there, other=0))
+    total = settled(total, lost)
+    to = out + (((image // HEADS).to(tl.int64) * S + row) * HEADS + image % HEADS)[:, None] * C + tile // EACH * (C // G) + at[None]
+    put(to, total, (row < S)[:, None] & in_c[None])

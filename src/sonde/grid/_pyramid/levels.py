@@ -1,0 +1,221 @@
+"""Feature pyramids stored row after row: what a caller may say of their levels, and how the definition reads them."""
+
+from __future__ import annotations
+
+import marshal
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...op import checks
+from ...op.cache import CallCache
+from ...op.torch_private import is_wrapped
+
+INTEGERS = (torch.int64, torch.int32)
+LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
+Described = tuple[Tensor | None, Tensor | None, Sequence[int]]  # tensors, or (h, w, start) of each level
+
+_known: CallCache[Described] = CallCache()
+
+
+def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None) -> Described:
+    """The levels as an operator's schema has them: numbers where the host knows them, else tensors that nobody here looks into.
+
+    `dims` are the dimensions of the levels, ``"cams L"`` or ``"L"``, and `sizes` says how many there are, as the weights have it.
+    """
+    try:  # bytes tell 1 from 1.0
+        key = None if torch.compiler.is_compiling() else (dims, sizes, marshal.dumps((spatial_shapes, level_starts), 2))
+        if sizes and False in [type(n) is int for n in sizes]:  # something of a trace
+            key = None
+    except ValueError:  # something else than numbers
+        key = None
+    found = _known.get(key)
+    if found is not None:
+        return found
+    if not (_on_host(spatial_shapes) and _on_host(level_starts)):
+        if isinstance(spatial_shapes, Tensor) and isinstance(level_starts, Tensor):
+            return spatial_shapes, level_starts, ()
+        kinds = [type(x).__name__ if _on_host(x) else f"a tensor on {x.device}" for x in (spatial_shapes, level_starts)]
+        raise ValueError(
+            f"{name}: spatial_shapes and level_starts must both be tensors or both known on the host; got {' and '.join(kinds)}. "
+            "Compute level_starts where spatial_shapes is, or pass spatial_shapes as a tuple of integers and level_starts=None"
+        )
+    if isinstance(spatial_shapes, Tensor) or isinstance(level_starts, Tensor):
+        shapes, starts = (_listed(name, n, x) for n, x in (("spatial_shapes", spatial_shapes), ("level_starts", level_starts)))
+        return described(name, shapes, starts, dims, sizes)
+    shape, levels = _read(name, spatial_shapes, level_starts, dims)
+    if sizes is not None and tuple(sizes) != shape and (levels or 0 not in sizes):
+        expected = ", ".join(f"{letter}={size}" for letter, size in zip(dims.split(), sizes))
+        raise ValueError(
+            f"{name}: spatial_shapes must be [{', '.join(dims.split())}, 2] with {expected} (from weights); got {[*shape, 2]}"
+        )
+    found = None, None, levels
+    return _known.put(key, found) if key else found
+
+
+def check(name: str, argument: str, features: Tensor, described: Described, dims: str, counts: Sequence[int]) -> None:
+    """Levels must fit the rows of `features`, which the caller knows as `argument`; of tensors only their kinds can be checked."""
+    spatial_shapes, level_starts, levels = described
+    rows = features.shape[1]
+    if spatial_shapes is not None or level_starts is not None:
+        for which, tensor, more in (("spatial_shapes", spatial_shapes, ["2"]), ("level_starts", level_starts, [])):
+            expected, shape = ", ".join([*dims.split(), *more]), (*counts, *map(int, more))
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {which} must be a tensor [{expected}], as the other is; got {type(tensor).__name__}")
+            _integer(name, which, tensor)
+            if tensor.device != features.device and tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{name}: {which} must be on {features.device}, where {argument} is; got {tensor.device}. "
+                    f"Use {which}.to({argument}.device), or integers of Python"
+                )
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: {which} must be [{expected}] = {list(shape)} (from weights); got {list(tensor.shape)}")
+        return
+    if len(levels) != 3 * math.prod(counts):
+        raise ValueError(f"{name}: levels must be (h, w, start) of {list(counts)} levels; got {reprlib.repr(levels)}")
+    sizes = list(zip(levels[::3], levels[1::3]))
+    for size in sizes:
+        if not all(0 <= n <= LARGEST for n in size):
+            raise ValueError(f"{name}: spatial_shapes must be (h, w) with sizes from 0 to 2**31 - 1; got {size}")
+    total = sum(h * w for h, w in sizes)
+    if total != rows:
+        raise ValueError(
+            f"{name}: spatial_shapes must sum to the {rows} rows of {argument}, {list(features.shape)}; "
+            f"got {reprlib.repr(sizes)} with {total} pixels"
+        )
+    for (h, w), start in zip(sizes, levels[2::3]):
+        if not 0 <= start <= rows - h * w:
+            raise ValueError(
+                f"{name}: level_starts must leave every level inside the {rows} rows of {argument}; got a level of "
+                f"{h}*{w} = {h * w} rows that starts at {start}. level_starts=None is the running sum"
+            )
+
+
+def feature_maps_format(name: str, maps: Any) -> tuple[Tensor, tuple, tuple]:
+    if not isinstance(maps, (list, tuple)) or not maps:
+        raise TypeError(f"{name}: maps must be a list of tensors [B, cams, C, H, W], one for each level; got {reprlib.repr(maps)}")
+    checks.shapes(name, **{f"maps[{i}]": (x, f"B cams C H{i} W{i}") for i, x in enumerate(maps)})
+    for i, x in enumerate(maps):
+        if x.dtype != maps[0].dtype:
+            raise TypeError(f"{name}: maps[{i}] must be {maps[0].dtype}, as maps[0] is; got {x.dtype}")
+    features = torch.cat([x.flatten(3).transpose(2, 3) for x in maps], 2).flatten(1, 2)
+    shapes = tuple((x.shape[3], x.shape[4]) for x in maps)
+    starts, start = [], 0
+    for _ in range(maps[0].shape[1]):
+        of_camera = []
+        for h, w in shapes:
+            of_camera.append(start)
+            start += h * w
+        starts.append(tuple(of_camera))
+    return features, (shapes,) * len(starts), tuple(starts)
+
+
+def tensors(described: Described, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Height, width and first row of every level, as integer tensors of this shape."""
+    spatial_shapes, level_starts, levels = described
+    if spatial_shapes is None or level_starts is None:
+        h, w, start = torch.tensor(list(levels), dtype=torch.int64, device=device).reshape(*shape, 3).unbind(-1)
+        return h, w, start
+    h, w = spatial_shapes.to(device, torch.int64).unbind(-1)
+    return h.reshape(*shape), w.reshape(*shape), level_starts.to(device, torch.int64).reshape(*shape)
+
+
+def numbers(described: Described) -> Sequence[int]:
+    """(h, w, start) of each level, on the host, from tensors too if they are there; nobody has checked those."""
+    spatial_shapes, level_starts, levels = described
+    if spatial_shapes is None or level_starts is None:
+        return levels
+    return torch.cat([spatial_shapes.long(), level_starts.long()[..., None]], -1).flatten().tolist()
+
+
+def taps(
+    rows: Tensor, locations: Tensor, levels: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, drop: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows ``[N, S, C]`` at `locations` ``[N, …, 2]`` in the levels beside them → values ``[N, …, C]`` and whether each is there.
+
+    A corner outside its level, or outside the rows, reads a row of zeros that is appended to them, so nothing is ever multiplied
+    by zero to make it vanish, and a gradient that belongs to no pixel goes nowhere.
+    """
+    (N, S, C), (H, W, start) = rows.shape, levels
+    u, v = locations.to(dtype).unbind(-1)
+    x, y = u * W.to(dtype) - 0.5, v * H.to(dtype) - 0.5
+    live = (x >= -1) & (x < W) & (y >= -1) & (y < H)  # false for NaN and for infinities
+    if drop:
+        live = live & (u > 0) & (u < 1) & (v > 0) & (v < 1)
+    x, y = torch.where(live, x, 0), torch.where(live, y, 0)
+    x0, y0 = x.floor(), y.floor()
+    fx, fy = (x - x0)[..., None], (y - y0)[..., None]
+    x0, y0 = x0.long(), y0.long()
+    pixels = torch.cat([rows.to(dtype), rows.new_zeros(N, 1, C, dtype=dtype)], 1)
+
+    def corner(dy: int, dx: int) -> Tensor:
+        row, column = y0 + dy, x0 + dx
+        index = start + row * W + column
+        inside = live & (row >= 0) & (row < H) & (column >= 0) & (column < W) & (index >= 0) & (index < S)
+        index = torch.where(inside, index, S).flatten(1)[..., None]
+        return pixels.gather(1, index.expand(-1, -1, C)).unflatten(1, x.shape[1:])
+
+    top = (1 - fx) * corner(0, 0) + fx * corner(0, 1)
+    bottom = (1 - fx) * corner(1, 0) + fx * corner(1, 1)
+    return (1 - fy) * top + fy * bottom, live
+
+
+def _on_host(x: Any) -> bool:
+    """Whether its numbers can be had without waiting for a device or breaking a graph."""
+    if not isinstance(x, Tensor):
+        return True
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)
+
+
+def _listed(name: str, argument: str, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    _integer(name, argument, x)
+    return x.tolist()
+
+
+def _read(name: str, spatial_shapes: Any, level_starts: Any, dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many levels there are, and (h, w, start) of each."""
+    shape, sizes = _integers(name, "spatial_shapes", spatial_shapes, f"{dims} 2")
+    h, w = sizes[::2], sizes[1::2]
+    if level_starts is None:
+        starts = [0] * len(h)
+        for i in range(1, len(h)):
+            starts[i] = starts[i - 1] + h[i - 1] * w[i - 1]
+    else:
+        of_starts, starts = _integers(name, "level_starts", level_starts, dims)
+        if of_starts != shape[:-1]:
+            expected = f"[{', '.join(dims.split())}] = {list(shape[:-1])} (from spatial_shapes)"
+            raise ValueError(f"{name}: level_starts must be {expected}; got {list(of_starts)}")
+    return shape[:-1], tuple([number for level in zip(h, w, starts) for number in level])
+
+
+def _integers(name: str, argument: str, value: Any, pattern: str) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of nested sequences, or of what was a tensor, and the integers in them."""
+    letters = pattern.split()
+    kind = f"{name}: {argument} must be integers [{', '.join(letters)}], in nested tuples or an int64 tensor"
+    sizes, numbers = [], [value]
+    for letter in letters:
+        if not all(isinstance(x, (list, tuple)) for x in numbers):
+            raise TypeError(f"{kind}; got {reprlib.repr(value)}")
+        lengths = [len(x) for x in numbers] or [2 if letter == "2" else 0]
+        if min(lengths) != max(lengths) or (letter == "2" and lengths[0] != 2):
+            raise ValueError(f"{kind}; got {reprlib.repr(value)}")
+        sizes.append(lengths[0])
+        numbers = [y for x in numbers for y in x]
+    if not all(isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) for x in numbers):
+        raise TypeError(f"{kind}; got {reprlib.repr(value)}")
+    return tuple(sizes), numbers
+
+
+def _integer(name: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(
+            f"{name}: {argument} must be an int64 or int32 tensor, or integers of Python; got {tensor.dtype}. Use {argument}.long()"
+        )

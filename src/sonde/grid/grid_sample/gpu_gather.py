@@ -1,0 +1,348 @@
+"""The gradient of images in a fixed order of additions: each pixel adds up the samples around it, in their order.
+
+A cell is the square between pixels, or the cube. Samples are brought together by cell; a pixel looks into the cells that it is a
+corner of and adds, sample by sample, the row of channels of the result's gradient times the pixel's share in it. Of a cell with
+more than PIECE samples the rest is added up before, a piece at a time: a pixel that a million samples see has sixteen thousand
+terms left.
+
+The samples of one cell among BLOCK in succession are a run, and runs of a cell are a chain. Where in memory a cell has its samples
+and how its chain is linked differ from time to time; how many of them come before a sample, which is its place, does not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...op.gpu import accumulator, cdiv, launch, power_of_2, vector_of
+from .._device.axes import along, coordinate, weight
+from .._device.long_sums import plus, settled
+
+PIECE = 64
+BLOCK = 128  # samples per program
+BLOCK_CELLS = 1024
+TILE = 1024  # bytes that a warp adds up at a time, 32 of each thread
+KERNELS = ("_runs", "_room", "_order", "_rest", "_gather")  # that a gradient launches, in order
+
+
+class Problem(NamedTuple):
+    """Samples, ``[B, points]``, of which `group` in succession see one image; how rows of channels and the result are laid out."""
+
+    images: int
+    group: int
+    points: int
+    Z: int
+    H: int
+    W: int
+    C: int
+    dim: int
+    taps: int  # along an axis: 1 or 2
+    padding: int
+    align: bool
+    wide: torch.dtype
+    grids: int  # of which each serves as many in succession
+    of_grid: tuple[int, ...]  # strides: b, point, coordinate
+    row: int  # from one row of channels to the next, in the result's gradient
+    stride: int  # from one pixel to the next, in what is written
+
+    @property
+    def samples(self) -> int:
+        return self.images * self.group * self.points
+
+    @property
+    def cells(self) -> int:
+        more = self.taps - 1
+        return self.images * (self.Z + more if self.dim == 3 else 1) * (self.H + more) * (self.W + more)
+
+    @property
+    def corners(self) -> int:
+        return self.taps**self.dim
+
+
+def workspace(n: Problem) -> int:
+    """Bytes in use beside the result."""
+    N, pieces = n.samples, cdiv(n.samples, PIECE)
+    lists = 4 * (3 * n.cells + 1 + pieces) + N * (4 + (n.dim * n.wide.itemsize if n.taps > 1 else 0))
+    return lists + max(N * (4 + 8), pieces * n.corners * n.C * n.wide.itemsize)
+
+
+def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
+    """The gradient of the images into `out`, every pixel of which is written; `grad` has a row of channels for each sample."""
+    N = n.samples
+    if not N:
+        out.zero_()
+        return
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=grad.device)
+
+    per_sample = (cdiv(N, BLOCK), 1, 1)
+    sizes = (N, n.points, n.Z, n.H, n.W, n.group, n.images * n.group // n.grids, *n.of_grid, n.cells)
+    how = (n.dim, n.taps, n.padding, n.align, accumulator(n.wide), BLOCK)
+    pieces = cdiv(N, PIECE)
+    table = torch.zeros(2 * n.cells + 1 + pieces, dtype=torch.int32, device=grad.device)
+    first, ids, shares = new(n.cells), new(N), new(N, n.dim, dtype=n.wide) if n.taps > 1 else None
+    ranks, links = new(N), new(N, dtype=torch.int64)
+    launch(_runs, (grid, table, ranks, links), per_sample, sizes, how, BLOCK // 32)
+    launch(_room, (table, first), (cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4)
+    launch(_order, (grid, table, first, ranks, links, ids, shares), per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128))
+    del ranks, links
+    tile = TILE // n.wide.itemsize
+    block_c = min(tile, power_of_2(n.C))
+    block_p = tile // block_c
+    vector = vector_of(16 // grad.element_size(), n.C, n.row, n.stride)
+    of_row = (n.dim, n.taps, accumulator(n.wide), PIECE, vector)
+    sums = new(pieces, n.corners, n.C, dtype=n.wide)
+    launch(_rest, (grad, table, first, ids, shares, sums), (pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1)
+    pixels = n.images * n.Z * n.H * n.W
+    grid_ = (cdiv(pixels, block_p), cdiv(n.C, block_c), 1)
+    sizes = (n.Z, n.H, n.W, pixels, n.C, n.row, n.stride, n.cells)
+    launch(_gather, (grad, table, first, ids, shares, sums, out), grid_, sizes, (*of_row, block_p, block_c), 1)
+
+
+@triton.jit
+def position(
+    grid, b, p, here, axis: tl.constexpr, N, G_B, G_P, G_D, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Along an axis: whether a sample sees any pixel, its cell, counted from the first that touches a pixel, its place there."""
+    u = coordinate(grid, b, p, here, axis, 1, G_B, G_P, G_D, ACC)
+    live, first, t, _slope = along(u, N, TAPS, PAD, ALIGN, tl.int32)
+    cell = first + (TAPS - 1)
+    return live & (cell >= 0) & (first < N), cell, t
+
+
+@triton.jit
+def places(
+    grid, i, here, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
+    ALIGN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of samples `i`: whether they see any pixel, their cells, which 32 bits count, and places there."""
+    MORE: tl.constexpr = TAPS - 1
+    b, p = i // P, (i % P).to(tl.int64)
+    cell, there, t = b // INPUT_GROUP, here, ()
+    b = (b // GRID_GROUP).to(tl.int64)
+    if DIM == 3:
+        inside, z, tz = position(grid, b, p, here, 2, Z, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+        cell, there, t = cell * (Z + MORE) + z, there & inside, (tz,)
+    inside, y, ty = position(grid, b, p, here, 1, H, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+    cell, there = cell * (H + MORE) + y, there & inside
+    inside, x, tx = position(grid, b, p, here, 0, W, G_B, G_P, G_D, TAPS, PAD, ALIGN, ACC)
+    return there & inside, cell * (W + MORE) + x, (tx, ty) + t
+
+
+SIZES = ["N", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "G_B", "G_P", "G_D", "CELLS"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _runs(
+    grid,  # [B / GRID_GROUP, P, DIM]
+    table,  # zeros: [2, CELLS], a run of each cell, if any, as one more than its first sample, and how many samples the cell has
+    ranks,  # [N], how many of its run are before a sample
+    links,  # [N], of each run's first sample: the next run of the cell, as above, and how many samples this one has
+    N,
+    P,
+    Z,
+    H,
+    W,
+    INPUT_GROUP,
+    GRID_GROUP,
+    G_B,
+    G_P,
+    G_D,
+    CELLS,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    each = tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + each
+    there, cell, _t = places(grid, i, i < N, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM, TAPS, PAD, ALIGN, ACC)
+    cell = tl.where(there, cell, -1)
+    same = (cell[:, None] == cell[None, :]).to(tl.int32)
+    both = tl.sum(tl.where(each[:, None] < each[None, :], same * (BLOCK * 2 + 1), same), 0)  # two sums in one
+    rank, length = both // (BLOCK * 2), both % (BLOCK * 2)
+    tl.store(ranks + i, rank, mask=there)
+    leads = there & (rank == 0)
+    tl.atomic_add(table + CELLS + cell, length, mask=leads, sem="relaxed")
+    # of any scope but the system's, an exchange does not compile for AMD in Triton 3.6 and 3.7 (triton-lang/triton#11019)
+    next = tl.atomic_xchg(table + cell, i + 1, mask=leads, sem="relaxed", scope="sys")
+    tl.store(links + i, (next.to(tl.int64) << 32) + length, mask=leads)
+
+
+@triton.jit(do_not_specialize=["CELLS"])
+def _room(
+    table,  # behind the runs and numbers of samples of all cells: how many there are in all so far
+    first,  # [CELLS], where the samples of each cell begin
+    CELLS,
+    BLOCK: tl.constexpr,
+):
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(table + CELLS + cell, mask=cell < CELLS, other=0)
+    start = tl.atomic_add(table + CELLS + CELLS, tl.sum(count), sem="relaxed")
+    tl.store(first + cell, start + tl.cumsum(count) - count, mask=cell < CELLS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _order(
+    grid,
+    table,  # behind all that: [N / PIECE], one more than the cell, of a piece that starts among so many samples, is not its first
+    first,
+    ranks,
+    links,
+    ids,  # [N], samples by cell, in their order there
+    shares,  # [N, DIM], where each is in its cell; None where that does not matter
+    N,
+    P,
+    Z,
+    H,
+    W,
+    INPUT_GROUP,
+    GRID_GROUP,
+    G_B,
+    G_P,
+    G_D,
+    CELLS,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    start = tl.program_id(0) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    there, cell, t = places(grid, i, i < N, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM, TAPS, PAD, ALIGN, ACC)
+    place = tl.load(ranks + i, mask=there, other=0)
+    run = tl.load(table + cell, mask=there, other=0)
+    while tl.max(run) > 0:
+        link = tl.load(links + run - 1, mask=run > 0, other=0)
+        place += tl.where(run <= start, link.to(tl.int32), 0)  # a run of samples before these
+        run = (link >> 32).to(tl.int32)
+    at = (tl.load(first + cell, mask=there, other=0) + place).to(tl.int64)
+    tl.store(ids + at, i, mask=there)
+    if shares is not None:
+        for d in tl.static_range(DIM):
+            tl.store(shares + at * DIM + d, t[d], mask=there)
+    tl.store(table + CELLS + CELLS + 1 + at // PIECE, cell + 1, mask=there & (place > 0) & (place % PIECE == 0))
+
+
+@triton.jit
+def share(shares, q, here, corner: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
+    """What the pixel at this corner has of the sample at `q`."""
+    w = tl.full(q.shape, 1, ACC)
+    if TAPS > 1:
+        at = shares + q.to(tl.int64) * DIM
+        if DIM == 3:
+            w = weight(tl.load(at + 2, mask=here, other=0), corner // (TAPS * TAPS), TAPS)
+        w = w * weight(tl.load(at + 1, mask=here, other=0), corner // TAPS % TAPS, TAPS)
+        w = w * weight(tl.load(at, mask=here, other=0), corner % TAPS, TAPS)
+    return w
+
+
+@triton.jit(do_not_specialize=["C", "ROW", "CELLS"])
+def _rest(
+    grad,  # [N, C], rows ROW apart
+    table,
+    first,
+    ids,
+    shares,
+    sums,  # [N / PIECE, TAPS ** DIM, C]
+    C,
+    ROW,
+    CELLS,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    ACC: tl.constexpr,
+    PIECE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The piece that starts among these PIECE samples, if there is one and it is not its cell's first: one at most is."""
+    C, ROW = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR
+    slot = tl.program_id(0).to(tl.int64)
+    cell = tl.load(table + CELLS + CELLS + 1 + slot) - 1
+    if cell >= 0:
+        begin, count = tl.load(first + cell), tl.load(table + CELLS + cell)
+        skip = (slot - begin // PIECE) * PIECE
+        start, stop = begin + skip, begin + tl.minimum(skip + PIECE, count)
+        for c0 in range(0, C, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            for corner in tl.static_range(TAPS**DIM):
+                total = tl.zeros([BLOCK_C], ACC)
+                for at in range(start, stop):
+                    q = at + tl.zeros([1], tl.int64)
+                    row = tl.load(ids + q).to(tl.int64) * ROW
+                    g = tl.load(grad + row + c, mask=c < C, other=0).to(ACC)
+                    total += share(shares, q, q >= 0, corner, DIM, TAPS, ACC) * g
+                tl.store(sums + (slot * TAPS**DIM + corner) * C + c, total, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["Z", "H", "W", "PIXELS", "C", "ROW", "STRIDE", "CELLS"])
+def _gather(
+    grad,  # [N, C], rows ROW apart
+    table,
+    first,
+    ids,
+    shares,
+    sums,
+    out,  # [PIXELS, C], pixels STRIDE apart
+    Z,
+    H,
+    W,
+    PIXELS,
+    C,
+    ROW,
+    STRIDE,
+    CELLS,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    ACC: tl.constexpr,
+    PIECE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    CORNERS: tl.constexpr = TAPS**DIM
+    MORE: tl.constexpr = TAPS - 1
+    C, ROW, STRIDE = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR, STRIDE // VECTOR * VECTOR
+    pixel = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    in_p, in_c = pixel < PIXELS, c < C
+    x, y, b = pixel % W, pixel // W % H, pixel // W // H
+    cell = b
+    if DIM == 3:
+        cell = b // Z * (Z + MORE) + b % Z + MORE
+    cell = (cell * (H + MORE) + y + MORE) * (W + MORE) + x + MORE
+    begins = ()
+    counts = ()
+    for corner in tl.static_range(CORNERS):  # the pixel is corner (dz, dy, dx) of the cell (z − dz, y − dy, x − dx)
+        of = cell - (corner // (TAPS * TAPS) * (H + MORE) + corner // TAPS % TAPS) * (W + MORE) - corner % TAPS
+        begins = begins + (tl.load(first + of, mask=in_p, other=0),)
+        counts = counts + (tl.load(table + CELLS + of, mask=in_p, other=0),)
+    total = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    lost = tl.zeros_like(total)
+    for corner in tl.static_range(CORNERS):
+        begin, count = begins[corner], counts[corner]
+        most = tl.max(count)
+        part = tl.zeros_like(total)
+        for i in range(tl.minimum(most, PIECE)):
+            here = i < count
+            row = tl.load(ids + begin + i, mask=here, other=0).to(tl.int64) * ROW
+            g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
+            part += share(shares, begin + i, here, corner, DIM, TAPS, ACC) * g
+        total, lost = plus(total, lost, part)
+        for skip in range(PIECE, most, PIECE):
+            slot = (begin // PIECE + skip // PIECE).to(tl.int64)
+            part = tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(skip < count) & in_c, other=0)
+            total, lost = plus(total, lost, part)
+    total = settled(total, lost)
+    tl.store(out + pixel.to(tl.int64) * STRIDE + c, total.to(out.dtype.element_ty), mask=in_p & in_c)

@@ -1,0 +1,255 @@
+"""The walk that every search takes, over boxes of boxes, leaves and points, and what its steps share.
+
+A program has a tile of queries that lie close to each other, and a distance that each can still use, its bound. It looks at 32
+boxes at once, and keeps those that come within the bound of any of its queries as bits of a number; the first bit leads to 32
+smaller boxes, and so on down to points, which are met one at a time by all queries of the tile. Tiles are
+``[boxes or points, queries]``.
+
+A box is as far away as its nearest point could be, by the operations that measure a point, in the same order, each rounded: so no
+box is farther than a point in it, to the last bit, and nothing is lost to rounding. Kernels are compiled without fused operations.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...op.gpu import power_of_2
+from .index.gpu_kernels import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
+
+NONE = tl.constexpr(0x7FFFFFFF)  # no point
+MOST_F = 128  # features that one program sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of every kernel that has a tile of queries, or of whatever rows are."""
+
+    block_q: int  # of a program
+    num_warps: int
+
+
+def block_of(F: int) -> int:
+    """Features that one program sums."""
+    return min(MOST_F, power_of_2(max(1, F)))
+
+
+def nodes_of(boxes: Tensor | None) -> int:
+    """How many boxes there are; 0 to look at every point."""
+    return 0 if boxes is None else boxes.shape[1]
+
+
+def halves(x: float) -> tuple[int, int]:
+    """A number as two integers, which a kernel takes without another compilation and without losing bits; see :func:`number`."""
+    low, high = struct.unpack("<ii", struct.pack("<d", x))
+    return high, low
+
+
+@triton.jit
+def number(HIGH, LOW):
+    bits = (HIGH.to(tl.int64) << 32) | (LOW.to(tl.int64) & 0xFFFFFFFF)
+    return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
+    """1/σ, clamped to a finite value so that 0 · rate stays 0. Distances that differ do so by far more than it could tell apart."""
+    if sigma is not None:
+        rate = 1.0 / tl.load(sigma + b).to(ACC)
+    else:
+        rate = 1.0 / number(W_HIGH, W_LOW).to(ACC)
+    MOST: tl.constexpr = 1.7e308 if ACC.is_fp64() else 3.4e38
+    return tl.where(rate > MOST, MOST, rate)  # NaN stays
+
+
+@triton.jit
+def plus(total, lost, x):
+    """total + x, and `lost` with what rounding loses of it, for sums of any number of terms; float64 has digits to spare."""
+    s = total + x
+    if x.dtype != tl.float64:
+        lost = lost + (x - (s - total))
+    return s, lost
+
+
+@triton.jit
+def whole(total, lost):
+    """Both; after an infinite term nothing is lost that counts."""
+    return tl.where(tl.abs(total) < float("inf"), total + lost, total)
+
+
+@triton.jit
+def lowest(bits):
+    """Which is the lowest bit that is set."""
+    low = (bits & -bits).to(tl.float32)
+    return ((low.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit
+def squared(dx, dy, dz):
+    return (dx * dx + dy * dy) + dz * dz
+
+
+@triton.jit
+def root(x):
+    """Correctly rounded, as torch's is."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def outside(q, low, high):
+    """How far a coordinate is from an interval."""
+    return tl.maximum(tl.maximum(low - q, q - high), 0.0)
+
+
+@triton.jit
+def box_distance(boxes, i, there, x, y, z, D: tl.constexpr):
+    """Squared, from queries to boxes i; infinite where no point is."""
+    x0, y0, z0, x1, y1, z1 = get_box(boxes, i, there, D)
+    d = squared(outside(x, x0, x1), outside(y, y0, y1), outside(z, z0, z1))
+    return tl.where(there & (x0 <= x1), d, float("inf"))
+
+
+@triton.jit
+def as_bits(hit):
+    """A number whose bits say which of 32 rows have a hit in any column."""
+    i = tl.arange(0, LEAF)
+    some = tl.max(hit.to(tl.int32), 1)
+    return tl.sum(some << i, 0).to(tl.int32)
+
+
+@triton.jit
+def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The queries of a program: row in the results, coordinates, whether they can have neighbours, and between which places.
+
+    A ragged batch has its own points for each segment of the queries, from `first` up to `last`.
+    """
+    at = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    in_q = at < M
+    x, y, z = coordinates(queries + b * M * D, at.to(tl.int64), in_q, D)
+    row = at
+    if qorder is not None:
+        row = tl.load(qorder + b * M + at, mask=in_q, other=0)
+    live = in_q & finite(x, y, z)
+    first, last = tl.zeros_like(at), tl.zeros_like(at) + N
+    if query_offsets is not None:
+        s = segment_of(row, query_offsets, S)
+        live = live & (s >= 0) & (s < S)
+        first = tl.load(point_offsets + s, mask=live, other=0)
+        last = tl.load(point_offsets + s + 1, mask=live, other=0)
+        first = tl.minimum(tl.maximum(first, 0), N).to(tl.int32)  # whatever the offsets are
+        last = tl.minimum(tl.maximum(last, 0), N).to(tl.int32)
+    return row, in_q, live, x, y, z, first, last
+
+
+@triton.jit
+def meet(points, order, j, x, y, z, D: tl.constexpr):
+    """What a tile's queries have to do with point j: differences, their square, and the number of that point."""
+    at = points + j.to(tl.int64) * D
+    dx, dy, dz = x - tl.load(at), y, z
+    if D > 1:
+        dy = y - tl.load(at + 1)
+    if D > 2:
+        dz = z - tl.load(at + 2)
+    i = j
+    if order is not None:
+        i = tl.load(order + j)
+    return dx, dy, dz, squared(dx, dy, dz), i
+
+
+@triton.jit
+def near_boxes(boxes, first, count, span, x, y, z, bound, begin, end, D: tl.constexpr, RAGGED: tl.constexpr):
+    """Bits of the boxes from `first` on, of `span` points each, that come within a query's bound."""
+    i = first + tl.arange(0, LEAF)[:, None]
+    d = box_distance(boxes, i.to(tl.int64), i < count, x[None, :], y[None, :], z[None, :], D)
+    hit = (d <= bound[None, :]) & (d < float("inf"))
+    if RAGGED:
+        hit = hit & (i * span < end[None, :]) & (i * span + span > begin[None, :])
+    return as_bits(hit)
+
+
+@triton.jit
+def near_points(points, leaf, N, x, y, z, bound, begin, end, D: tl.constexpr, RAGGED: tl.constexpr):
+    """Bits of the points of a leaf that are within a query's bound."""
+    j = leaf * LEAF + tl.arange(0, LEAF)[:, None]
+    px, py, pz = coordinates(points, j.to(tl.int64), (j < N) & (leaf >= 0), D)
+    d = squared(x[None, :] - px, y[None, :] - py, z[None, :] - pz)
+    hit = (d <= bound[None, :]) & (d < float("inf"))
+    if RAGGED:
+        hit = hit & (j >= begin[None, :]) & (j < end[None, :])
+    return as_bits(hit)
+
+
+@triton.jit
+def next_leaf(
+    boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D: tl.constexpr, RAGGED: tl.constexpr
+):
+    """The next leaf to look at, and what is left: `leaves` counted from `leaf`, `inner` boxes from `box`, `outer` ones from `top`.
+
+    `ahead` is the first of the outermost boxes that nobody has looked at. Without `boxes`, leaves just follow each other.
+    """
+    if boxes is None:
+        found = tl.where(ahead * LEAF < N, ahead, -1)
+        ahead += 1
+    else:
+        LEAVES = tl.cdiv(N, LEAF)
+        BOXES = tl.cdiv(N, LEAF * LEAF)
+        deep = N > FLAT
+        OUTER = tl.where(deep, tl.cdiv(BOXES, LEAF), BOXES)
+        while (leaves == 0) & ((ahead < OUTER) | (inner != 0) | (outer != 0)):
+            # which boxes to look at now: the leaves of an inner one, the inner ones of an outer one, or more of the outermost
+            up = inner == 0
+            far = up & (outer == 0)
+            first = tl.where(far, ahead, LEAF * tl.where(up, top + lowest(outer), box + lowest(inner)))
+            high = far & deep
+            middle = up & (far != deep)
+            count = tl.where(high, OUTER, tl.where(middle, BOXES, LEAVES))
+            before = tl.where(high, LEAVES + BOXES, tl.where(middle, LEAVES, 0))
+            span = tl.where(high, LEAF * LEAF * LEAF, tl.where(middle, LEAF * LEAF, LEAF))
+            level = boxes + before.to(tl.int64) * (2 * D)
+            bits = near_boxes(level, first, count, span, x, y, z, bound, begin, end, D, RAGGED)
+            outer = tl.where(high, bits, tl.where(up, outer & (outer - 1), outer))
+            top = tl.where(high, first, top)
+            inner = tl.where(middle, bits, inner & (inner - 1))
+            box = tl.where(middle, first, box)
+            leaves = tl.where(up, 0, bits)
+            leaf = tl.where(up, leaf, first)
+            ahead = tl.where(far, ahead + LEAF, ahead)
+        found = tl.where(leaves != 0, leaf + lowest(leaves), -1)
+        leaves = leaves & (leaves - 1)
+    return found, leaf, leaves, box, inner, top, outer, ahead
+
+
+@triton.jit
+def first_bound(points, boxes, N, NODES, x, y, z, begin, end, D: tl.constexpr, K: tl.constexpr, SEED: tl.constexpr):
+    """A squared distance within which each query has K neighbours for sure: among the SEED points around its place on the curve."""
+    LEAVES = tl.cdiv(N, LEAF)
+    BOXES = tl.cdiv(N, LEAF * LEAF)
+    TOPS = tl.where(N > FLAT, tl.cdiv(BOXES, LEAF), 0)
+    codes = boxes + (LEAVES + BOXES + TOPS).to(tl.int64) * (2 * D)
+    code = code_of(x, y, z, boxes + (NODES - 1).to(tl.int64) * (2 * D), D)
+    # the last leaf of its own points that starts at or before its place, or the one before the first
+    leaf, last = tl.cdiv(begin, LEAF) - 1, tl.cdiv(end, LEAF)
+    step = 1
+    while step < LEAVES:
+        step *= 2
+    while step > 0:
+        more = leaf + step
+        before = (more < last) & (code_at(codes + more, more < last) <= code)
+        leaf = tl.where(before, more, leaf)
+        step = step // 2
+    start = tl.minimum(leaf * LEAF - (SEED - LEAF) // 2, end - SEED)
+    j = tl.maximum(start, begin)[None, :] + tl.arange(0, SEED)[:, None]
+    px, py, pz = coordinates(points, j.to(tl.int64), j < end[None, :], D)
+    d = squared(x[None, :] - px, y[None, :] - py, z[None, :] - pz)
+    d = tl.where(d >= 0, d, float("inf"))  # what is not there, too
+    bound = tl.zeros_like(x) - 1
+    for _ in range(K):
+        bound = tl.min(tl.where(d > bound[None, :], d, float("inf")), 0)  # equal ones count once: a looser bound, but a bound
+    return bound

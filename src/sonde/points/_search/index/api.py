@@ -1,0 +1,205 @@
+"""Public ``PointIndex``: points sorted once for many searches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....op import checks, plan
+from ....op.plan import Impl
+from ....op.register import operator
+from ....op.torch_private import unwrapped, without_transforms
+from ..checks import implementation, in_memory, offsets, plain
+from ..hash import point_hash
+from . import reference
+
+NAME = "PointIndex.build"
+REMEDY = "build it again with PointIndex.build(points)"
+
+
+def _check(points: Tensor, point_offsets: Tensor | None) -> dict[str, int]:
+    n = checks.shapes("point_index", points=(points, "B N D"))
+    if point_offsets is not None and point_offsets.ndim != 1:
+        raise ValueError(f"point_index: point_offsets must be a vector; got {list(point_offsets.shape)}")
+    return n
+
+
+def _fake(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    n = _check(points, point_offsets)
+    segments = 1 if point_offsets is None else point_offsets.shape[0] - 1
+    boxes = points.new_empty(n["B"], reference.nodes(n["N"], segments), 2, n["D"])
+    return points.new_empty(n["B"], n["N"], dtype=torch.int32), points.new_empty(points.shape), boxes
+
+
+_point_index = operator(
+    "point_index(Tensor points, Tensor? point_offsets) -> (Tensor, Tensor, Tensor)",
+    package=__package__,
+    reference=reference.point_index,
+    check=_check,
+    fake=_fake,
+    differentiable=(),
+    unbatched=("point_offsets",),
+    no_grad=(0, 1, 2),
+)
+
+
+def build(points: Tensor, point_offsets: Tensor | None, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The index of canonical points ``[B, N, D]``."""
+    return _point_index(points, point_offsets, impl=impl)
+
+
+class Memory:
+    """Where points lie, in which layout, and how often they were written; keeps nothing alive."""
+
+    def __init__(self, points: Tensor):
+        self.storage = weakref.ref(points.untyped_storage())  # once it is gone, its address may be that of other points
+        self.state = self.now(points)
+
+    @staticmethod
+    def now(points: Tensor) -> tuple:
+        return points.data_ptr(), points.stride(), -1 if points.is_inference() else points._version
+
+    def holds(self, points: Tensor) -> bool:
+        """Whether `points`, of the same shape and dtype, are these elements, unwritten."""
+        return self.storage() is points.untyped_storage() and self.state == self.now(points)
+
+    def __deepcopy__(self, _memo: dict) -> Memory:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _elsewhere, ()
+
+
+def _elsewhere() -> Memory:
+    """That of a pickled index: whichever points it is used with, they were moved."""
+    return Memory(torch.empty(0, device="cpu"))
+
+
+def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
+    """The tensor whose memory these points are, as far as that can be known, and the levels of ``torch.vmap`` that map them."""
+    levels: set[int] = set()
+    if torch.compiler.is_compiling():
+        return None, levels
+    points, levels = unwrapped(points)
+    known = not levels and type(points) in (Tensor, torch.nn.Parameter) and in_memory(points)
+    return points if known else None, levels
+
+
+def _planned() -> bool:
+    """Whether a plan is made, for which nothing is launched."""
+    return not torch.compiler.is_compiling() and plan.recording()
+
+
+def _hash_of(points: Tensor) -> Tensor:
+    """Of the caller's points, ``[B]``."""
+    seen = _seen(points)[0]
+    if seen is None:
+        return point_hash(_rows(points))
+    with without_transforms():  # no transform is to wrap what is only compared
+        return point_hash(_rows(seen))
+
+
+def _rows(points: Tensor) -> Tensor:
+    return points if points.ndim == 3 else points.unsqueeze(0)
+
+
+class PointIndex(NamedTuple):
+    """Points sorted along a curve, with boxes around what lies together: built once, used by many calls.
+
+    It serves every radius, every k, forward and backward of the points it was built from; passing it changes no bit of a
+    result. Count, dimension, dtype and device are compared with those of the points that it is used with, and so are,
+    outside of ``torch.compile``, their memory, its layout and its version: after an optimiser's step it must be built again.
+    What no version counts (writes through ``.data``, NumPy or on inference tensors) shows in a hash of the points' bits: on CPUs,
+    and in ``radius_search``, the call raises; on GPUs and in compiled graphs, where nothing may wait, indices are −1, counts −1,
+    and distances, sums and gradients NaN. For points that ``torch.vmap`` maps it is built inside of the function that is mapped.
+
+    Example:
+        >>> import torch, sonde
+        >>> points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 5.0]])
+        >>> index = sonde.PointIndex.build(points)
+        >>> sonde.knn(torch.tensor([[0.9, 0.0]]), points, 2, index=index).indices
+        tensor([[1, 0]])
+    """
+
+    order: Tensor  # [B, N] int32
+    sorted: Tensor  # [B, N, D]
+    boxes: Tensor  # [B, nodes, 2, D]
+    hash: Tensor  # [B] int64, of the points' bits as the caller has them
+    offsets: Tensor | None  # of ragged points
+    shape: tuple[int, ...]  # the rest describes the points
+    dtype: torch.dtype
+    memory: Memory | None
+    impl: str
+
+    def __repr__(self) -> str:
+        return f"PointIndex(shape={list(self.shape)}, dtype={self.dtype}, device={self.sorted.device}, impl={self.impl!r})"
+
+    @staticmethod
+    def build(points: Tensor, *, batch: Tensor | Sequence[int] | None = None, impl: Impl = "auto") -> PointIndex:
+        """The index of points ``[N, D]`` or ``[B, N, D]``; `batch` are the offsets ``[S + 1]`` of ragged ones."""
+        batched = isinstance(points, Tensor) and points.ndim == 3
+        n = checks.shapes(NAME, points=(points, "B N D" if batched else "N D"))
+        if n["D"] == 0:
+            raise ValueError(f"{NAME}: points must have at least one dimension; got {list(points.shape)}")
+        if batch is not None and batched:
+            raise ValueError(f"{NAME}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
+        segments = None if batch is None else offsets(NAME, "batch", batch, n["N"], points.device)
+        chosen = implementation(NAME, impl, points, n["D"])
+        dtype = torch.promote_types(points.dtype, torch.float32)
+        canonical = _rows(points).detach().to(dtype).contiguous()
+        made, seen = build(canonical, segments, chosen), _seen(points)[0]
+        bits = points.new_zeros(canonical.shape[:1], dtype=torch.int64) if _planned() else _hash_of(points)
+        memory = None if seen is None else Memory(seen)
+        return PointIndex(*made, bits, segments, tuple(points.shape), points.dtype, memory, chosen)
+
+    def checked(self, name: str, points: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> PointIndex | None:
+        """Itself, if it was built from `points`; else an error. None where its numbers are not those of the search."""
+        if not isinstance(self, PointIndex):
+            raise TypeError(f"{name}: index must be a PointIndex; got {type(self).__name__}. Use PointIndex.build(points)")
+        for what, mine, theirs in (
+            ("shape", list(self.shape), list(points.shape)),
+            ("dtype", self.dtype, points.dtype),
+            ("device", self.sorted.device, points.device),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"{name}: index must be that of points, of {what} {theirs}; got {mine}. Did points change? Then {REMEDY}"
+                )
+        segments = None if self.offsets is None else self.offsets.shape[0] - 1
+        if segments != (None if offsets is None else offsets.shape[0] - 1):
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {REMEDY}")
+        if (
+            offsets is not None
+            and self.offsets is not None
+            and plain(offsets)
+            and offsets.device.type == "cpu"
+            and not torch.equal(offsets, self.offsets)
+        ):
+            raise ValueError(f"{name}: index must be built with the same batch as is searched; {REMEDY}")
+        seen, levels = _seen(points)
+        if levels != _seen(self.sorted)[1]:
+            raise ValueError(f"{name}: index must be mapped by torch.vmap where points are; build it inside of the mapped function")
+        if seen is not None and self.memory is not None and not self.memory.holds(seen):
+            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")
+        return self if self.sorted.dtype == dtype else None
+
+    def fresh(self, name: str, points: Tensor, waits: bool) -> Tensor | None:
+        """Whether `points` have the bits that it was built from: None if so, an error if not, as far as anyone can look now.
+
+        Elsewhere, and on a GPU unless the caller `waits` for it anyway, a tensor ``[B]`` says so.
+        """
+        if _planned():
+            return None
+        now = _hash_of(points)
+        seen, then = _seen(points)[0], _seen(self.hash)[0]
+        if seen is None or then is None or not (waits or seen.device.type == "cpu"):
+            return now == self.hash
+        with without_transforms():
+            same = torch.equal(now, then)
+        if not same:
+            raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")
+        return None

@@ -1,0 +1,15 @@
+"""Labelled inputs of ``PointIndex``: clouds of the searches."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import cases as clouds
+
+SMALL = {name: sizes for name, sizes in clouds.SMALL.items() if sizes.get("layout") != "ragged"}
+BENCH = {name: dict(sizes, B=1) for name, sizes in clouds.KNN.items()}
+
+
+def make(**sizes) -> tuple[Tensor, None]:
+    """Arguments of ``point_index``."""
+    return clouds.make(**sizes)["points"], None

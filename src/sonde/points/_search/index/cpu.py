@@ -1,0 +1,135 @@
+"""The index on CPUs: a balanced tree of boxes, split where they are widest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....op.cpu import array, jit, part, run
+from ....op.plan import Determinism, Kernel
+from .. import cpu_tree as trees
+from .reference import nodes
+
+SUBTREES = 16  # that threads share, of a tree of more than so many points
+MANY = 4096
+
+
+def forward(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    B, N, D = points.shape
+    found = trees.segments(point_offsets, N)
+    count = nodes(N, len(found))
+    order = torch.arange(N, dtype=torch.int32, device=points.device).repeat(B, 1)
+    ordered = points.new_empty(points.shape).copy_(points.detach())
+    boxes = points.new_full((B, count, 2, D), torch.inf)
+    levels = SUBTREES.bit_length() - 1 if N > MANY else 0  # the first of them one after the other
+    arrays = found, N, count, array(order.view(-1)), array(ordered.view(-1, D)), array(boxes.view(-1, 2, D))
+    run(finite, B * N, arrays[4], grain=2**14)
+    for level in range(levels):
+        run(split, B * len(found) << level, level, level + 1, *arrays)
+    run(split, B * len(found) << levels, levels, 64, *arrays, grain=max(1, 2**11 // max(1, N >> levels)))
+    return order, ordered, boxes
+
+
+def backward(*args, needs: Sequence[bool], deterministic: bool) -> tuple:
+    return ()
+
+
+def plan(points: Tensor, point_offsets: Tensor | None, *, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
+    return [Kernel(split.__name__, ("index",), points.dtype, Determinism.BATCH_INVARIANT)]
+
+
+@jit
+def finite(start, stop, points):  # [B*N, D]
+    """A point that is not finite goes to infinity, where nobody finds it."""
+    for j in range(start, stop):
+        good = True
+        for d in range(points.shape[1]):
+            good = good and abs(points[j, d]) < np.inf
+        if not good:
+            points[j] = np.inf
+
+
+@jit
+def split(
+    start,
+    stop,
+    level,  # of the nodes that are split, and so are those below them
+    end,  # before this level
+    segments,  # [S, 4]
+    N,
+    nodes,
+    order,  # [B*N]
+    points,  # [B*N, D]
+    boxes,  # [B*nodes, 2, D]
+):
+    """Find the boxes of nodes `start` to `stop` of all trees, and bring their points into the order of the halves."""
+    stack = np.empty(128, np.int64)
+    S = segments.shape[0]
+    for task in range(start, stop):
+        b, s, j = task >> level, 0, task & ((1 << level) - 1)
+        b, s = b // S, b % S
+        depth, base = segments[s, 3], b * nodes + segments[s, 2]
+        if level > depth:
+            continue
+        first, n = b * N + segments[s, 0], segments[s, 1] - segments[s, 0]
+        stack[0], top = (1 << level) - 1 + j, 1
+        while top:
+            top -= 1
+            node = stack[top]
+            at = level
+            while (node + 1) >> (at + 1):
+                at += 1
+            j = node + 1 - (1 << at)
+            low, high = first + (n * j >> at), first + (n * (j + 1) >> at)
+            widest = enclose(points, low, high, boxes, base + node)
+            if at < depth:
+                select(points, order, low, high, first + (n * (2 * j + 1) >> (at + 1)), widest)
+                if at + 1 < end:
+                    stack[top], stack[top + 1] = 2 * node + 1, 2 * node + 2
+                    top += 2
+
+
+@part
+def enclose(points, low, high, boxes, node):
+    """The box of finite points, and along which axis it is longest."""
+    widest, width = 0, points.dtype.type(-1)
+    for d in range(points.shape[1]):
+        a, b = points.dtype.type(np.inf), points.dtype.type(-np.inf)
+        for j in range(low, high):
+            x = points[j, d]
+            if x < np.inf:
+                a, b = min(a, x), max(b, x)
+        boxes[node, 0, d], boxes[node, 1, d] = a, b
+        if b - a > width:
+            widest, width = d, b - a
+    return widest
+
+
+@part
+def select(points, order, low, high, middle, d):
+    """Bring the least of points `low` to `high` along axis d before `middle`, the others after it."""
+    high -= 1
+    while low < high:
+        a, b, c = points[low, d], points[(low + high) // 2, d], points[high, d]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = low, high
+        while i <= j:
+            while points[i, d] < pivot:
+                i += 1
+            while pivot < points[j, d]:
+                j -= 1
+            if i <= j:
+                for e in range(points.shape[1]):
+                    points[i, e], points[j, e] = points[j, e], points[i, e]
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+        if middle <= j:
+            high = j
+        elif middle >= i:
+            low = i
+        else:
+            return
