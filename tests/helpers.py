@@ -397,18 +397,20 @@ def spy(monkeypatch, operator: Operator, impl: str) -> list[tuple[str, dict]]:
 def _around(monkeypatch, module: ModuleType, around: Callable) -> None:
     """Passes of this module go through ``around(phase, run, *args, **keywords)``."""
     forget_calls()
-    staged = hasattr(module, "decide_forward")
+    recorded = hasattr(module, "forward_pass")
     for phase in ("forward", "backward"):
-        real = getattr(module, f"decide_{phase}" if staged else phase)
+        real = getattr(module, f"{phase}_pass" if recorded else phase)
 
-        def decide(*args, _phase=phase, _real=real, **keywords):
-            run = _real(*args, **keywords)
-            return lambda *args: around(_phase, run, *args, **keywords)
+        def record(*args, _phase=phase, _real=real, **keywords):
+            made = _real(*args, **keywords)
+            run = made.bind()
+            made.bind = lambda: lambda *args: around(_phase, run, *args, **keywords)
+            return made
 
         def act(*args, _phase=phase, _real=real, **keywords):
             return around(_phase, partial(_real, **keywords), *args, **keywords)
 
-        monkeypatch.setattr(module, f"decide_{phase}" if staged else phase, decide if staged else act)
+        monkeypatch.setattr(module, f"{phase}_pass" if recorded else phase, record if recorded else act)
 
 
 class Allocations(TorchDispatchMode):

@@ -113,13 +113,14 @@ def search(D: int, k: int, F: int, dtype: str, coords: str, ragged: bool) -> Non
     """Every operator on points, by boxes of three levels."""
     import torch
 
+    from sonde.op.register import decide
     from sonde.points._search.index import gpu_kernels as index_kernels
 
     N, width = 140_000, torch.empty(1, dtype=getattr(torch, coords))
     queries, points = (torch.empty(1, n, D, dtype=getattr(torch, coords)) for n in (50, N))
     offsets = [torch.tensor([0, 20, n]) if ragged else None for n in (50, N)]
-    index = (*index_kernels.build(points, offsets[1]), *index_kernels.build(queries, offsets[0]))
-    import_module("sonde.points._search.hash.gpu").forward(points)
+    index = [made for given in ((points, offsets[1]), (queries, offsets[0])) for made in index_kernels.build(*given).bind()(*given)]
+    decide(import_module("sonde.points._search.hash.gpu"), (points,))(points)
     features = torch.empty(1, N, F, dtype=getattr(torch, dtype))
     for operator, args, graded in (
         ("knn", (queries, points, *index, *offsets, k), 0),
@@ -129,9 +130,10 @@ def search(D: int, k: int, F: int, dtype: str, coords: str, ragged: bool) -> Non
         ("radius_aggregate", (queries, points, features, *index, *offsets, width, 0.0, 0.5), 0),
     ):
         gpu = import_module(f"sonde.points.{operator}.gpu")
-        out = gpu.forward(*args)
+        out = decide(gpu, args)(*args)
         saved = {"knn_aggregate": out[1:], "radius_aggregate": out[1:], "radius_search": out}.get(operator, out[:2])
-        gpu.backward(out[graded], *args, *saved, needs=[True] * (4 if "aggregate" in operator else 2), deterministic=False)
+        given = (out[graded], *args, *saved)
+        decide(gpu, given, [True] * (4 if "aggregate" in operator else 2))(*given)
 
 
 def told_by_tensors(args: tuple) -> tuple:

@@ -366,7 +366,7 @@ def test_plan_of_every_mode(target):
                 plan = sonde.explain(call(target), *args)
             assert sorted(w for k in plan.kernels for w in k.writes) == ["grid", "input", "out"], plan
             if target.impl == "triton" and mode == "nearest":
-                assert [k.name for k in plan.kernels if "grid" in k.writes] == ["torch.zeros"]
+                assert [k.name for k in plan.kernels if "grid" in k.writes] == ["torch.zero_"]
 
 
 def kernels_met(args, needs=(True, True), strict=False):
@@ -426,7 +426,7 @@ def test_the_choice_does_not_depend_on_the_batch():
         args = torch.empty(B, 12, 32, W, device="meta"), torch.empty(B, 20, 20, 2, device="meta")
         grad = torch.empty(B, 12, 20, 20, device="meta")
         for needs in ((True, True), (False, True)):
-            step = gpu.prepare_backward(grad, *args, ("bilinear", "zeros", False), needs, False).step
+            step = gpu.backward_pass(grad, *args, "bilinear", "zeros", False, needs=needs, deterministic=False).find("_gradients")
             keys.add((needs, step.kernel.key(step.problem, "", torch.device("cpu"))))
             config = step.kernel.default(step.problem)
             orders.add((needs, config.block_c, config.tiles, config.chunk))
@@ -476,12 +476,10 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
 
 def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
     """Crowds that many programs have a part of, among samples here and there and some that see nothing."""
-    gathers = pytest.importorskip("sonde.grid.grid_sample.gpu_gather")
+    gathers, gpu = (pytest.importorskip(f"sonde.{name}") for name in ("grid.grid_sample.gpu_gather", "op.gpu"))
     launched = {}
-    launch = gathers.launch
-    monkeypatch.setattr(
-        gathers, "launch", lambda kernel, tensors, *how: launched.update({kernel: tensors}) or launch(kernel, tensors, *how)
-    )
+    bind = gpu.bind
+    monkeypatch.setattr(gpu, "bind", lambda kernel, tensors, how: launched.update({kernel: tensors}) or bind(kernel, tensors, how))
     g = torch.Generator().manual_seed(0)
     grid = 2.6 * torch.rand(2, 600, 1, 2, generator=g, dtype=torch.float64) - 1.3
     for step, at in ((3, 0.1), (5, -0.7), (7, 9.0)):
@@ -515,16 +513,16 @@ def test_a_pass_is_decided_once(triton_target, monkeypatch):
     """A second call of the same kind prepares nothing; another layout is another kind."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     decided = []
-    for phase in ("decide_forward", "decide_backward"):
+    for phase in ("forward_pass", "backward_pass"):
         real = getattr(gpu, phase)
         monkeypatch.setattr(gpu, phase, lambda *args, real=real, **how: decided.append(real.__name__) or real(*args, **how))
     args = list(make(triton_target, C=2))
     for _ in range(2):
         value_and_grads(call(triton_target), args)
-    assert decided == ["decide_forward", "decide_backward"]
+    assert decided == ["forward_pass", "backward_pass"]
     args[0] = channels_last(args[0])
     value_and_grads(call(triton_target), args)
-    assert decided == ["decide_forward", "decide_backward"] * 2
+    assert decided == ["forward_pass", "backward_pass"] * 2
 
 
 def test_result_beyond_32_bits(target):
@@ -532,7 +530,7 @@ def test_result_beyond_32_bits(target):
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     for C, side, wide in ((1, 1 << 14, False), (3, 1 << 14, False), (3, 1 << 15, True), (9, 1 << 14, True)):
         input, grid = torch.empty(1, C, 8, 8, device="meta"), torch.empty(1, side, side, 2, device="meta")
-        step = gpu.prepare_forward(input, grid, ("bilinear", "zeros", False)).step
+        step = gpu.forward_pass(input, grid, "bilinear", "zeros", False).find("_sample")
         assert step.problem.int64 == wide
         assert (gpu.sample.launch(step.problem, gpu.sample.default(step.problem)).constants[5].name == "int64") == wide
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 import sonde
-from helpers import Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
+from helpers import HAS_GPU, Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
 from sonde.op.register import decide
@@ -43,31 +43,26 @@ def test_graphs_are_decided_once(path, triton_target, monkeypatch):
     """The dispatcher hands the levels over as a list; calls from a graph are calls of one kind nevertheless."""
     operator = Operator.find(path)
     gpu, decided = operator.kernels("triton"), []
-    for phase in ("decide_forward", "decide_backward"):
+    for phase in ("forward_pass", "backward_pass"):
         real = getattr(gpu, phase)
         monkeypatch.setattr(gpu, phase, lambda *args, real=real, **how: decided.append(real.__name__) or real(*args, **how))
     args = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
     for _ in range(3):
         out = operator.op.forward_op(*args, "triton", False)
         operator.op.backward_op(torch.ones_like(out), *args, [True] * 3, "triton", False)
-    assert decided == ["decide_forward", "decide_backward"]
+    assert decided == ["forward_pass", "backward_pass"]
 
 
-@pytest.mark.parametrize("path", OPERATORS)
-def test_threads_may_tell_of_the_levels_at_once(path, triton_target):
-    """What kernels are told is kept by the first call that finds it there for good; a second one at the same time adds nothing."""
-    from sonde.grid._pyramid import gpu as passes
+def test_the_table_of_levels_is_found_once(triton_target):
+    """The first call writes it; when that is over, later ones look nowhere, whichever thread they come from."""
+    from sonde.grid._pyramid import gpu_levels
 
-    operator = Operator.find(path)
-    features, _, _, locations, weights, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
-    T, gpu = (features, None, None, locations, weights), operator.kernels("triton")
-    this = passes.prepare_forward(gpu.THIS, T, tuple(levels), flag, False)
-    passes._forward(this, *T)
-    if triton_target.device != "cpu":
+    find = gpu_levels.LevelTable((3, 5, 0, 2, 2, 15), torch.device(triton_target.device, 0 if HAS_GPU else None))
+    first = find()
+    if HAS_GPU:
         torch.cuda.synchronize()
-    first, again = (passes._tables(this, features, None, None) for _ in range(2))
-    assert [t is features for t in this.told] == [False, False]
-    assert first == again == tuple(this.told)
+    assert find().tolist() == first.tolist() == [[3, 5, 0], [2, 2, 15]]
+    assert find() is find.tensor
 
 
 @pytest.mark.slow

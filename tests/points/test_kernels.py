@@ -18,6 +18,12 @@ from sonde.points._search.index import gpu_kernels as index_kernels
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
+def build(*given) -> tuple:
+    """The index of points and their offsets, on the device."""
+    given = [None if t is None else t.to(DEVICE) for t in given]
+    return index_kernels.build(*given).bind()(*given)
+
+
 @pytest.fixture
 def boxes(monkeypatch):
     """Search by boxes, however few points there are."""
@@ -67,7 +73,7 @@ def test_index(D, dtype):
         points = torch.randn(2, N, D, dtype=dtype)
         if N > 1:
             points[:, N // 2], points[1, 3] = torch.nan, -torch.inf
-        order, ordered, made = (t.cpu() for t in index_kernels.build(points.to(DEVICE), None))
+        order, ordered, made = (t.cpu() for t in build(points, None))
         for b in range(2):
             check_index(points[b], order[b], ordered[b], made[b])
             finite = ordered[b].isfinite().all(1)
@@ -78,14 +84,14 @@ def test_an_outlier_takes_no_room():
     """Leaves of a small cloud stay small, however far away a few points are."""
     points = torch.rand(1, 2000, 3)
     points[0, ::100] *= 1e6
-    made = index_kernels.build(points.to(DEVICE), None)[2].cpu()
+    made = build(points, None)[2].cpu()
     size = (made[0, :62, 1] - made[0, :62, 0]).amax(1)
     assert size.median() < 0.6
 
 
 def test_segments_stay_together():
     points, offsets = torch.randn(1, 300, 3), torch.tensor([0, 10, 10, 150, 300])
-    order = index_kernels.build(points.to(DEVICE), offsets.to(DEVICE))[0][0].cpu()
+    order = build(points, offsets)[0][0].cpu()
     for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         assert order[a:b].sort()[0].tolist() == list(range(a, b))
 
@@ -136,10 +142,11 @@ def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
     of_queries, of_points = torch.tensor([0, 900, -5, 3, 8]), torch.tensor([-70, 999_999, 5, -1, 2**40])
     queries, points = torch.rand(1, 8, 3), torch.rand(1, 90, 3)
     tensors = [t.to(DEVICE) for t in (queries, points, of_queries, of_points)]
-    index = (*index_kernels.build(tensors[1], tensors[3]), *index_kernels.build(tensors[0], tensors[2]))
+    index = (*build(tensors[1], tensors[3]), *build(tensors[0], tensors[2]))
     for given in (index, (None,) * 6):
-        of = passes.sides(*tensors[:2], *given, *tensors[2:])
-        distances, indices = (t.cpu() for t in passes.nearest(of, 5))
+        operands = passes.named(*tensors[:2], None, *given, *tensors[2:])
+        search, found = passes.nearest(operands, 5)
+        distances, indices = (t.cpu() for t in search.returns(*found.values()).bind()(*operands.values()))
         assert ((indices >= -1) & (indices < 90)).all()
         assert torch.equal(distances < torch.inf, indices >= 0)
 

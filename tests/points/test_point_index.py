@@ -393,6 +393,7 @@ def test_every_hash_is_the_same(dtype):
     """By the definition and by the kernels."""
     pytest.importorskip("numba")
     pytest.importorskip("triton")
+    from sonde.op.register import decide
     from sonde.points._search.hash import cpu, gpu, reference
 
     for shape in ((1, 0, 3), (0, 5, 3), (2, 50, 3), (3, 33, 1), (1, 40_000, 2)):
@@ -400,7 +401,8 @@ def test_every_hash_is_the_same(dtype):
         assert reference.point_hash(points).shape == shape[:1]
         for given in (points, points.transpose(0, 2)):
             for module, name in ((cpu, "numba"), (gpu, "triton")):
-                found = module.forward(given.to(Target(name).device)).cpu()
+                moved = given.to(Target(name).device)
+                found = decide(module, [moved])(moved).cpu()
                 assert torch.equal(found, reference.point_hash(given))
 
 

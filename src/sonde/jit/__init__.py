@@ -1,17 +1,18 @@
 """Which configuration of a kernel runs: policies, settings, the tuning store."""
 
 from . import settings
-from .kernel import Launch, Step, Tunable, Unsupported, kernel
+from .kernel import Launch, Tunable, Unsupported, kernel
 from .policies import PickAny, PickBest, PickFixed, PickStored
+from .steps import Pass
 from .winners import token
 
 __all__ = [
     "Launch",
+    "Pass",
     "PickAny",
     "PickBest",
     "PickFixed",
     "PickStored",
-    "Step",
     "Tunable",
     "Unsupported",
     "kernel",

@@ -35,7 +35,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -300,32 +299,6 @@ def kernel(
         function, name, default, candidates or (lambda problem: [default(problem)]), launch, tuple(sizes), tuple(batch),
         tuple(writes), tuple(adds), fits, expected, tolerance, None if module == "__main__" else module,
     )  # fmt: skip
-
-
-class Step:
-    """A kernel, its problem, and which of a pass's tensors it takes; chosen and compiled when first called.
-
-    The last of a pass's tensors is None, which it takes where a kernel wants nothing.
-    """
-
-    __slots__ = ("kernel", "problem", "start", "take", "takes")
-
-    def __init__(self, kernel: Tunable, problem: Any, takes: Sequence[int | None]):
-        self.kernel, self.problem, self.takes = kernel, problem, takes
-        self.take = itemgetter(*[-1 if i is None else i for i in takes])
-        self.start: Callable | None = None
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        taken = self.take(tensors)
-        if self.start is None:
-            self.start = self.kernel.bind(self.problem, taken)
-        self.start(*taken)
-
-    def chosen(self, given: Sequence[Tensor | torch.dtype | None], device: torch.device) -> tuple:
-        """For a plan: the configuration that it would run in, and what else is known of it; of the tensors, dtypes are enough."""
-        dtypes = dtypes_of(None if i is None else given[i] for i in self.takes)
-        config, *about = self.kernel.choose(self.problem, dtypes, device)
-        return str(config), *about
 
 
 _searched: set[Key] = set()  # by this process, which need not search them again

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..jit import Launch, release
-from .torch_private import empty_strided
 
 release.attach()
 
@@ -83,27 +82,6 @@ def launch(
 ) -> None:  # fmt: skip
     """Bind and start."""
     bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps, fp_fusion=fp_fusion))(*tensors)
-
-
-def room(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """What makes uninitialised tensors of this shape and these strides, in half the time of ``torch.empty``.
-
-    The device is the current one of its type.
-    """
-    size, strides = tuple(outline.shape), tuple(outline.stride())
-    make = empty_strided(device.type)
-    return partial(make, size, strides, dtype) if make else partial(torch.empty_strided, size, strides, dtype=dtype, device=device)
-
-
-def zeros(outline: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """The same, to add to."""
-    new = room(outline, dtype, device)
-    return lambda: new().zero_()
-
-
-def outline(shape: Sequence[int], **how: Any) -> Tensor:
-    """A tensor without memory."""
-    return torch.empty(shape, device="meta", **how)
 
 
 def accumulator(dtype: torch.dtype):

@@ -124,15 +124,11 @@ def recording() -> bool:
     return _plans.get() is not None
 
 
-def record(name: str, impl: str, kernels: Any, args: Sequence, wanted: Sequence[int], deterministic: bool) -> None:
-    """Note what a call would launch; the kernels' own module says it, from the choices that the launch makes as well."""
-    grad = torch.is_grad_enabled()
-    needs = [grad and isinstance(args[i], Tensor) and args[i].requires_grad for i in wanted]
-    with torch.no_grad():
-        found = kernels.plan(*args, needs=needs, deterministic=deterministic) if kernels else [_reference(args)]
+def record(name: str, impl: str, kernels: Sequence[Kernel]) -> None:
+    """Note what a call would launch."""
     plans = _plans.get()
     assert plans is not None
-    plans.append(Plan(name, impl, tuple(found)))
+    plans.append(Plan(name, impl, tuple(kernels)))
 
 
 def hold(*tensors: Tensor | None, backward: bool = False) -> None:
@@ -171,6 +167,7 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
     return Plan(", ".join(p.operator for p in plans), plans[0].impl, kernels)
 
 
-def _reference(args: Sequence) -> Kernel:
+def of_reference(args: Sequence) -> Kernel:
+    """The definition, whatever torch makes of it."""
     wide = accumulator(*[a for a in args if isinstance(a, Tensor)])
     return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)

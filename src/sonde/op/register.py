@@ -19,7 +19,7 @@ from . import plan
 from .autograd import as_tuple, autograd_functions
 from .cache import CallCache
 from .calls import PreparedCall, PreparedCalls, frozen, is_observed, placed, plain, resolved
-from .layout import memory_format
+from .layout import memory_format, outline_of
 from .signature import Signature
 from .torch_private import (
     CAN_SKIP_AUTOGRAD,
@@ -73,8 +73,7 @@ class Operator:
         name, n, fixed = self.signature.name, self.signature.tensors, deterministic()
         impl, given, args = plan.choose(name, impl, args[0]), args, resolved(args)
         if plan.recording():
-            kernels = None if impl == "reference" else self.kernels(impl)
-            plan.record(name, impl, kernels, args, self.signature.differentiable, fixed)
+            plan.record(name, impl, self._plan(impl, args, fixed))
             return self.fake(*args)
         if impl == "reference" or forward_mode():
             return self.reference(*args)
@@ -94,11 +93,28 @@ class Operator:
         def anew() -> Callable:
             return placed(decide(module, args, needs, fixed), args[0].device, fixed)
 
-        key = plain(args) if hasattr(module, "decide_forward") else None
+        key = plain(args) if hasattr(module, "forward_pass") else None
         if key is None:
             return anew()
         key = impl, needs, fixed, token(), key
         return self.passes.get(key) or self.passes.put(key, anew())
+
+    def _plan(self, impl: str, args: Sequence, fixed: bool) -> list[plan.Kernel]:
+        """The kernels of a call and of the gradients that its arguments ask for."""
+        if impl == "reference":
+            return [plan.of_reference(args)]
+        module, grad = self.kernels(impl), torch.is_grad_enabled()
+        needs = [grad and isinstance(args[i], Tensor) and args[i].requires_grad for i in self.signature.differentiable]
+        with torch.no_grad():
+            if not hasattr(module, "forward_pass"):
+                return module.plan(*args, needs=needs, deterministic=fixed)
+            found = module.forward_pass(*args).plan("forward")
+            if any(needs):
+                made = as_tuple(self.fake(*[outline_of(a) if isinstance(a, Tensor) else a for a in args]))
+                grads, saved = ([made[i] for i in which] for which in (self.signature.graded, self.signature.saved))
+                given = [None if i in self.signature.forward_only else a for i, a in enumerate(args)]
+                found += module.backward_pass(*grads, *given, *saved, needs=needs, deterministic=fixed).plan("backward")
+        return found
 
     def run_forward(self, *args):
         """What ``sonde::<name>`` dispatches to below autograd: directly where nobody observes."""
@@ -193,15 +209,14 @@ def operator(
 ) -> Operator:
     """Register ``sonde::<name>`` and ``sonde::<name>_backward``; return ``f(*args, impl)``.
 
-    ``gpu.py`` and ``cpu.py`` of `package` have
+    ``gpu.py`` of `package` has
 
-    - ``forward(*args)``, which returns what the schema says,
-    - ``backward(*grads, *args, *saved, needs, deterministic)``, which yields one gradient per true entry of `needs`,
-    - ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
+    - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` to what the schema returns,
+    - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one to a gradient per true entry of `needs`.
 
-    Where there is something to decide, they have ``decide_forward`` and ``decide_backward`` in place of the first two. These take
-    the same arguments and return a function of the positional ones, which is kept for all calls of their kind. A kind is
-    shapes, strides, dtypes, devices and alignment of tensors, and the other arguments themselves.
+    Passes are kept for all calls of a kind: shapes, strides, dtypes, devices and alignment of tensors, and the other arguments
+    themselves. ``cpu.py``, and ``gpu.py`` where sizes come from the data, have ``forward`` and ``backward`` in their place, which
+    do it at once, and ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
 
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
@@ -225,8 +240,8 @@ def operator(
 def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable:
     """What a pass of these kernels does to such arguments: the backward pass if there are `needs`."""
     how = dict(needs=needs, deterministic=deterministic)
-    if hasattr(kernels, "decide_forward"):
-        return kernels.decide_backward(*args, **how) if needs else kernels.decide_forward(*args)
+    if hasattr(kernels, "forward_pass"):
+        return (kernels.backward_pass(*args, **how) if needs else kernels.forward_pass(*args)).bind()
     return partial(kernels.backward, **how) if needs else kernels.forward
 
 

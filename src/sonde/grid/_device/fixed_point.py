@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, cdiv, launch
+from ...jit.steps import Pass
+from ...op.gpu import Launch, cdiv
 
 FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
 BLOCK = 4096
@@ -29,16 +30,19 @@ def digits(terms: int) -> int:
     return 59 - terms.bit_length()
 
 
-def largest(x: Tensor, images: int, wide: torch.dtype) -> Tensor:
-    """The bits of the largest finite number of each image in ``[B, C, P]``, a group of B being one image; then: is all finite?"""
-    B, C, P = x.shape
-    double = wide == torch.float64
-    out = torch.zeros(images + 1, dtype=BITS[double], device=x.device)
-    group, last = B // max(1, images), x.stride(1) == 1 and C > 1
-    dense = x.stride()[1:] in ((P, 1), (1, C))
+def add_largest(p: Pass, x: str, outline: Tensor, images: int, wide: torch.dtype) -> str:
+    """A step that finds the bits of the largest finite number of each image in ``[B, C, P]``, and whether all are finite.
+
+    A group of B is one image. Returns the slot ``[images + 1]``.
+    """
+    B, C, P = outline.shape
+    double, strides = wide == torch.float64, outline.stride()
+    out = p.buffer("largest", [images + 1], BITS[double], fill=0)
+    group, last = B // max(1, images), strides[1] == 1 and C > 1
+    dense = strides[1:] in ((P, 1), (1, C))
     constants = (last, dense, tl.float64 if double else tl.float32, tl.int64 if double else tl.int32, BLOCK)
-    sizes = (C, P, images, group, *x.stride())
-    launch(_largest, (x, out), (B * cdiv(C * P, BLOCK), 1, 1), sizes, constants, 8)
+    sizes = (C, P, images, group, *strides)
+    p.start(_largest, [x, out], Launch((B * cdiv(C * P, BLOCK), 1, 1), sizes, constants, 8))
     return out
 
 
@@ -57,15 +61,18 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def finishing(sums: Tensor, out: Tensor, fixed: bool = False, digits: int = 0) -> jit.Step:
-    """Makes numbers of sums ``[images, C, …]`` and rounds them: takes both, of which outlines are given here.
+def add_finish(
+    p: Pass, sums: str, of_sums: Tensor, out: str, of_out: Tensor, low: str | None = None, largest: str | None = None,
+    digits: int = 0,
+) -> None:  # fmt: skip
+    """A step that makes numbers of sums ``[images, C, …]`` and rounds them; the tensors are outlines of the two slots.
 
-    The result may have its channels last where the sums have planes. For sums in fixed point takes their second half, if any, and
-    the sizes of their images, too.
+    The result may have its channels last where the sums have planes. Of sums in fixed point: the slots of their second half, if
+    any, and of their images' largest numbers.
     """
-    images, C, N = *sums.shape[:2], sums.numel() // max(1, sums.shape[0])
-    planes = sums.stride(1) != 1 and out.stride(1) == 1 and C > 1
-    return jit.Step(finish, Finish(images, C, N, digits, planes), [0, 1, 2, 3] if fixed else [0, 1, None, None])
+    images, C, N = *of_sums.shape[:2], of_sums.numel() // max(1, of_sums.shape[0])
+    planes = of_sums.stride(1) != 1 and of_out.stride(1) == 1 and C > 1
+    p.launch(finish, Finish(images, C, N, digits, planes), [sums, out, low, largest])
 
 
 def launch_finish(p: Finish, config: Config) -> Launch:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
+from ...jit.steps import Pass
 from ...op.gpu import Launch, cdiv
 from .fixed_point import Config, value
 
@@ -36,10 +37,9 @@ def pixel_stride(C: int, itemsize: int) -> int:
     return (lines if lines <= 1.13 * size else sectors) // itemsize
 
 
-def empty_pixels(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pixels, padded to the stride above."""
-    room = torch.empty(pixels_room(shape, dtype), dtype=dtype, device=device)
-    return as_images(room, shape, pixel_stride(shape[1], dtype.itemsize))
+def pixels_outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Images of this shape whose pixels are the stride above apart, without memory."""
+    return as_images(torch.empty(pixels_size(shape, dtype), device="meta"), shape, pixel_stride(shape[1], dtype.itemsize))
 
 
 def as_images(pixels: Tensor, shape: Sequence[int], stride: int) -> Tensor:
@@ -48,29 +48,26 @@ def as_images(pixels: Tensor, shape: Sequence[int], stride: int) -> Tensor:
     return pixels.as_strided(shape, (H * W * stride, 1, W * stride, stride))
 
 
-def pixels_room(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """How many numbers padded pixels of images or volumes of this shape are."""
+def pixels_size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Elements of padded pixels of images or volumes of this shape."""
     return shape[0] * prod(shape[2:]) * pixel_stride(shape[1], dtype.itemsize)
 
 
-def into_pixels(shape: Sequence[int], dtype: torch.dtype) -> jit.Step:
-    """Copies planes into padded pixels; takes both."""
-    B, C, P = shape[0], shape[1], prod(shape[2:])
-    return jit.Step(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [0, 1, None, None])
-
-
-def turned(step: jit.Step, images: Tensor) -> Tensor:
-    """The memory of their pixels; kernels know how they lie."""
-    pixels = images.new_empty(pixels_room(images.shape, images.dtype))
-    step((images, pixels, None))
+def into_pixels(p: Pass, planes: str, shape: Sequence[int]) -> str:
+    """A step that copies planes into padded pixels; returns the slot of their memory. Kernels know how they lie in it."""
+    B, C, P, dtype = shape[0], shape[1], prod(shape[2:]), p.slots[planes].dtype
+    pixels = p.buffer(f"{planes} as pixels", [pixels_size(shape, dtype)], dtype)
+    p.launch(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [planes, pixels, None, None])
     return pixels
 
 
-def into_planes(shape: Sequence[int], source: torch.dtype, dtype: torch.dtype, fixed: bool = False, digits: int = 0) -> jit.Step:
-    """And back, in another dtype; for sums in fixed point takes their second half, if any, and the sizes of their images, too."""
-    B, C, P = shape[0], shape[1], prod(shape[2:])
-    problem = Transpose(B, P, C, pixel_stride(C, source.itemsize), P, source, dtype, digits)
-    return jit.Step(transpose, problem, [0, 1, 2, 3] if fixed else [0, 1, None, None])
+def into_planes(
+    p: Pass, pixels: str, planes: str, shape: Sequence[int], low: str | None = None, largest: str | None = None, digits: int = 0
+) -> None:
+    """A step that copies back and rounds; of sums in fixed point: the slots of their second half and of their images' units."""
+    B, C, P, source = shape[0], shape[1], prod(shape[2:]), p.slots[pixels].dtype
+    problem = Transpose(B, P, C, pixel_stride(C, source.itemsize), P, source, p.slots[planes].dtype, digits)
+    p.launch(transpose, problem, [pixels, planes, low, largest])
 
 
 class Transpose(NamedTuple):

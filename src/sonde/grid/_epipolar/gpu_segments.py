@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import accumulator, cdiv, launch
+from ...jit.steps import Pass
+from ...op.gpu import Launch, accumulator, cdiv
+from ...op.plan import Determinism
 from .._device.taps import fetch, locate, octave, wave
-from .._scatter.segments import BLOCK, BLOCK_C, gather, index_bytes, pieces, segments, sorting_bytes
+from .._scatter.segments import BLOCK, BLOCK_C, add_gather, add_segments, bytes_at_most, pieces
 from .gpu_kernels import Problem
 
-SEGMENTS = ("_keys", "torch.sort", "_starts", "torch.cumsum", "_bounds", "_sums", "_gather")  # what runs, in order
 TILES = 5  # tiles of channels whose sums one program keeps in registers
 BLOCK_N = 4  # samples of a piece that are in flight together
 ROOM = 1 << 26  # bytes that the workspace may always take; more only where the images are larger than that
+OPERANDS = ("samples", "coef", "rows", "depths")
 
 
-def images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
-    """∂T/∂images into `out` ``[B, C, H, W]``, every element of which is written."""
+def add_images_gradient(p: Pass, n: Problem, slots: Mapping[str, str | None], out: str, writes: Sequence[str]) -> None:
+    """Steps that write ∂T/∂images into `out` ``[B, C, H, W]``, every element of it, some images at a time."""
     chunk = batch_chunk(n)
     for b in range(0, n.B, chunk):
-        part = [None if t is None else t[b : b + chunk] for t in (samples, coef, rows, depths, out)]
-        _images_gradient(n._replace(B=min(chunk, n.B - b)), *part)  # type: ignore[arg-type]
+        given = {name: slots[name] for name in OPERANDS if slots.get(name)}
+        some = {name: p.rows(slot, b, b + chunk) for name, slot in dict(given, out=out).items() if slot is not None}
+        _add_some(p, n._replace(B=min(chunk, n.B - b)), some, writes if b + chunk >= n.B else ())
 
 
 def batch_chunk(n: Problem) -> int:
     """Images that are worked on at a time, so that the workspace stays within its room."""
     room = max(ROOM, n.B * n.C * n.H * n.W * n.wide.itemsize)
-    return max(1, min(n.B, room * n.B // max(1, _bytes(n))))
-
-
-def workspace(n: Problem) -> int:
-    """Bytes in use beside the result."""
-    return _bytes(n._replace(B=min(n.B, batch_chunk(n))))
-
-
-def _bytes(n: Problem) -> int:
     N, cells = n.B * n.Q * n.D, _cells(n)
-    return max(sorting_bytes(N), index_bytes(N, cells) + pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize)
+    return max(1, min(n.B, room * n.B // max(1, bytes_at_most(N, cells, pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize))))
 
 
 def _cells(n: Problem) -> int:
@@ -50,26 +46,26 @@ def _tile(n: Problem) -> int:
     return min(TILES, cdiv(n.C, BLOCK_C)) * BLOCK_C
 
 
-def _images_gradient(n: Problem, samples: Tensor, coef: Tensor, rows: Tensor, depths: Tensor | None, out: Tensor) -> None:
+def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[str]) -> None:
     B, H, W, Q, D, C = n[:6]
     N, last = B * Q * D, _cells(n)
-    if not N or not out.numel():
-        out.zero_()
+    if not N or not B * C * H * W:
+        p.call("torch.zero_", Tensor.zero_, [slots["out"]], writes=writes)
         return
-    acc = accumulator(n.wide)
-    keys = [torch.empty(N, dtype=torch.int32, device=samples.device)]
-    launch(_keys, (samples, keys[0]), (cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4)
-    of = segments(keys, last)
-
+    acc, same = accumulator(n.wide), Determinism.RUN_TO_RUN
+    keys = p.buffer("keys", [N], torch.int32)
+    p.start(_keys, [slots["samples"], keys], Launch((cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4), promise=same)
+    of = add_segments(p, keys, N, last)
     P, tile = pieces(N, last), _tile(n)
-    sums = torch.empty(P, 4, tile, dtype=n.wide, device=samples.device)
-    pixels = out.as_strided((B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1))
+    sums = p.buffer("sums", [P, 4, tile], n.wide)
+    shape, strides = (B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1)
+    pixels = p.view("pixels", slots["out"], lambda t: t.as_strided(shape, strides))
+    operands = [*(slots.get(name) for name in OPERANDS), of.order, of.first, of.begin, sums]
     for c0 in range(0, C, tile):
-        launch(
-            _sums, (samples, coef, rows, depths, of.order, of.first, of.begin, sums), (P, 1, 1), (H, W, Q, D, last),
-            (C, c0, tile, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C), 1,
-        )  # fmt: skip
-        gather(sums, of, pixels, 2, c0)
+        constants = (C, c0, tile, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
+        p.start(_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
+        outline = torch.empty_strided(shape, strides, device="meta")
+        add_gather(p, sums, tile, n.wide, of, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
 
 
 @triton.jit(do_not_specialize=["H", "W", "QD", "N", "LAST"])

@@ -1,266 +1,197 @@
-"""What a pass over a feature pyramid does: decided once for each kind of operands; the call and the plan both go by it.
+"""Passes over a feature pyramid, forward and backward, of whatever an operator says is its own.
 
-Operands are ``(features, spatial_shapes, level_starts, locations, weights)``, of which the first, fourth and fifth have gradients.
+Operands are ``features``, ``shapes`` and ``starts`` of the levels, ``locations`` and ``weights``; features, locations and weights
+have gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import jit
 from ...jit.kernel import Tunable
+from ...jit.steps import Pass
 from ...op.cache import CallCache
 from ...op.dtypes import accumulator
-from ...op.gpu import outline, room, zeros
+from ...op.layout import outline
 from ...op.plan import Determinism, Kernel
-from .._device.fixed_point import finishing
+from ...op.torch_private import is_fake
+from .._device.fixed_point import add_finish
 from .._scatter.marked_rows import clear_marked, round_marked, rows_of
-from .gpu_levels import Levels, layout_of, levels_of, table_of
+from .gpu_levels import Layout, Levels, LevelTable, layout_of, levels_of
 from .gpu_segments import Problem as Segments
-from .gpu_segments import launches, rows_gradient, workspace
+from .gpu_segments import add_rows_gradient
 from .levels import numbers
 
+Given = Mapping[str, Tensor | None]
 
-class Operator(NamedTuple):
-    """What is an operator's own."""
 
-    names: tuple[str, str, str]  # of the operands that have gradients
+class Member(NamedTuple):
+    """What is an operator's own among those on pyramids."""
+
+    names: tuple[str, str, str]  # of features, locations and weights, in a plan
     shape: Callable[..., tuple[int, ...]]  # of the result, from features and weights
-    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, flag, and of which gradients
+    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, option, and which gradients
     segments: Callable[..., Segments]  # from the same but the last
     value: Tunable
     gradients: Tunable
     total: Tunable | None = None  # adds up the slices that the problem may have
     mark: Tunable | None = None  # marks the rows of features that the gradients' kernel adds to, if those may be few
-    soft: bool = False  # the flag means that weights are logits
+    soft: bool = False  # the option means that weights are logits
 
 
-class Forward(NamedTuple):
-    levels: Levels
-    told: list[Tensor]  # what kernels read of the levels, once it is there for good
-    copies: tuple[int, ...]  # operands that are made contiguous
-    shape: tuple[int, ...]
-    room: Callable[[], Tensor]  # for the result
-    parts: tuple[int, ...] | None  # of the sums that are added up afterwards
-    wide: torch.dtype
-    steps: tuple[jit.Step, ...]
+def forward_pass(op: Member, given: Given, levels: Sequence[int], option: bool, int64: bool) -> Pass | ReadLevels:
+    """The pass from operands of this kind to their result. They may have no values."""
+    if _elsewhere(given):
+        return ReadLevels(given, partial(forward_pass, op, option=option, int64=int64))
+    features, locations, weights = _tensors(given)
+    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
+    p = Pass(features.device, wide, given)
+    operands = [_features(p, layout), *_described(p, known), p.contiguous("locations"), p.contiguous("weights")]
+    problem, shape = op.problem(features, weights, known, layout, wide, option, ()), op.shape(features, weights)
+    out, slices = p.buffer("out", shape, features.dtype), getattr(problem, "slices", 1)
+    if slices == 1:
+        p.launch(op.value, problem, [*operands, out], writes=["out"])
+    else:
+        assert op.total is not None
+        sums = p.buffer("sums", (*shape[:2], slices, shape[2]), wide)
+        p.launch(op.value, problem, [*operands, sums])
+        p.launch(op.total, problem, [sums, out], writes=["out"])
+    return p.returns(out).returning_one()
 
 
-class Backward(NamedTuple):
-    levels: Levels
-    told: list[Tensor]
-    copies: tuple[int, ...]  # the result's gradient being the last
-    rooms: tuple[Callable[[], Tensor] | None, ...]  # for gradients, of features (zeros, if nothing is marked), locations, weights
-    wants: tuple[int, ...]  # of the kernel: 0 for features, 1 for locations, 2 for weights
-    marks: Callable[[], Tensor] | None  # of the rows that the kernel adds to (zeros)
-    steps: tuple[jit.Step, ...]  # that kernel and, before it, what it needs
-    back: jit.Step | None  # rounds the features' gradient
-    room: Callable[[], Tensor]  # for that
-    segments: Segments | None  # the features' gradient comes last, in a fixed order of additions
-    soft: bool
-    wide: torch.dtype
+def backward_pass(
+    op: Member, given: Given, levels: Sequence[int], option: bool, int64: bool, needs: Sequence[bool], deterministic: bool
+) -> Pass | ReadLevels:
+    """The pass from ``grad`` and operands of this kind to the gradients that are needed."""
+    if _elsewhere(given):
+        again = partial(backward_pass, op, option=option, int64=int64, needs=needs, deterministic=deterministic)
+        return ReadLevels(given, again)
+    features, locations, weights = _tensors(given)
+    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
+    p = Pass(features.device, wide, given)
+    by_segments = deterministic and needs[0]
+    wants = [i for i, need in enumerate(needs) if need and not (by_segments and i == 0)]  # of the kernel
+    found: list[str | None] = [None] * 3
+    shapes, starts = _described(p, known)
+    slots = dict(shapes=shapes, starts=starts, **{name: p.contiguous(name) or name for name in ("grad", "locations", "weights")})
+    for i, (name, tensor) in enumerate((("locations", locations), ("weights", weights)), 1):
+        if i in wants:
+            found[i] = p.buffer(f"d_{name}", tensor.shape, tensor.dtype)
+    if wants:
+        problem = op.problem(features, weights, known, layout, wide, option, tuple(wants))
+        reads = needs[1] or needs[2]
+        operands = [slots[name] for name in ("shapes", "starts", "locations", "weights")]
+        marks = None
+        if 0 in wants:
+            marked = features.dtype != wide and op.mark is not None
+            found[0] = sums = p.buffer("d_features", features.shape, wide, fill=None if marked else 0)
+            if marked:
+                marks = _add_marks(p, op, problem, operands[:3], features, sums)
+        p.launch(
+            op.gradients, problem, [slots["grad"], _features(p, layout) if reads else None, *operands, *found],
+            writes=[op.names[i] for i in wants], promise=Determinism.NONE if 0 in wants else Determinism.BATCH_INVARIANT,
+        )  # fmt: skip
+        if found[0] is not None and features.dtype != wide:
+            found[0] = _add_rounding(p, features, found[0], marks)
+    if by_segments:
+        found[0] = out = p.buffer("d_features", features.shape, features.dtype)
+        segments = op.segments(features, weights, known, layout, wide, option)
+        if op.soft and option:
+            slots["weights"] = _add_softmax(p, slots["weights"], weights)
+        add_rows_gradient(p, segments, slots, out, op.names[:1])
+    return p.returns(*(slot for slot in found if slot is not None))
 
 
-def decide_forward(op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, int64: bool) -> Callable[..., Tensor]:
-    """What takes operands of this kind, ``(*T, …)``, to their result."""
-    known: CallCache[Forward] = CallCache()
-
-    def run(*args: Any) -> Tensor:
-        T, levels = _described(args[:5])
-        return _forward(known.get(levels) or known.put(levels, prepare_forward(op, T, levels, flag, int64)), *T)
-
-    return run if _elsewhere(T) else partial(_forward, prepare_forward(op, T, tuple(levels), flag, int64))
+def _add_marks(p: Pass, op: Member, problem: Any, operands: Sequence[str], features: Tensor, sums: str) -> str:
+    """Only rows that receive a gradient are marked, cleared and read; the rest are written as zeros."""
+    assert op.mark is not None
+    marks = p.buffer("marks", features.shape[:2], torch.uint8, fill=0)
+    p.launch(op.mark, problem, [*operands, marks])
+    p.launch(clear_marked, rows_of(features), [sums, marks])
+    return marks
 
 
-def decide_backward(
-    op: Operator, grad: Tensor, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool,
-    int64: bool,
-) -> Callable[..., list[Tensor]]:  # fmt: skip
-    """What takes a gradient and operands of this kind, ``(grad, *T, …)``, to the gradients that are needed."""
-    known: CallCache[Backward] = CallCache()
-
-    def prepare(T: Sequence[Any], grad: Tensor, levels: tuple[int, ...]) -> Backward:
-        return prepare_backward(op, (*T, grad), levels, flag, tuple(needs), deterministic, int64)
-
-    def run(grad: Tensor, *args: Any) -> list[Tensor]:
-        T, levels = _described(args[:5])
-        return _backward(known.get(levels) or known.put(levels, prepare(T, grad, levels)), grad, *T)
-
-    return run if _elsewhere(T) else partial(_backward, prepare(T, grad, tuple(levels)))
-
-
-def _elsewhere(T: Sequence[Any]) -> bool:
-    """Whether the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
-    return T[1] is not None and (T[1].device != T[0].device or T[2].device != T[0].device)
-
-
-def _described(T: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Numbers in their place."""
-    features, shapes, starts, locations, weights = T
-    return (features, None, None, locations, weights), tuple(numbers((shapes, starts, ())))
-
-
-def _tables(this: Forward | Backward, features: Tensor, shapes: Tensor | None, starts: Tensor | None) -> Sequence[Tensor]:
-    """What kernels are told of the levels."""
-    if this.levels.table:
-        table = table_of(this.levels.table, features.device)
-        if table.event is None:
-            this.told[:] = table.tensor, table.tensor
-        return table.tensor, table.tensor
-    if shapes is None or starts is None:  # there are none
-        return (features.new_empty(0, dtype=torch.int32),) * 2
-    return shapes.contiguous(), starts.contiguous()
-
-
-def _levels(features: Tensor, starts: Tensor | None, levels: tuple[int, ...]) -> Levels:
-    return levels_of(len(levels) // 3 if starts is None else starts.numel(), levels, features.shape[1])
-
-
-def _forward(this: Forward, *args: Any) -> Tensor:
-    features, shapes, starts, locations, weights = _copied(args[:5], this.copies)
-    out = this.room()
-    sums = None if this.parts is None else features.new_empty(this.parts, dtype=this.wide)
-    tensors = (features, *(this.told or _tables(this, features, shapes, starts)), locations, weights, out, sums)
-    for step in this.steps:
-        step(tensors)
+def _add_rounding(p: Pass, features: Tensor, sums: str, marks: str | None) -> str:
+    out, dense = p.buffer("d_features", features.shape, features.dtype), outline(features.shape)
+    if marks is None:
+        add_finish(p, sums, dense, out, dense)
+    else:
+        p.launch(round_marked, rows_of(features), [sums, out, marks])
     return out
 
 
-def _copied(T: Sequence[Any], copies: Sequence[int]) -> Sequence[Any]:
-    return [t.contiguous() if i in copies else t for i, t in enumerate(T)] if copies else T
+def _add_softmax(p: Pass, slot: str, weights: Tensor) -> str:
+    shape, wide = (*weights.shape[:3], weights.shape[3:].numel()), p.accumulator
+
+    def softmax(logits: Tensor) -> Tensor:
+        return torch.softmax(logits.flatten(3), -1, dtype=wide)
+
+    return p.call("torch.softmax", softmax, [slot], [("softmax", shape, wide)], promise=Determinism.RUN_TO_RUN)[0]
 
 
-def prepare_forward(op: Operator, T: Sequence[Any], levels: tuple[int, ...], flag: bool, int64: bool) -> Forward:
-    """Decide; operands may have no values."""
-    features, _, starts, locations, weights = T
-    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(features, starts, levels)
-    copies = [i for i in (0, 3, 4) if (layout.copy if i == 0 else not T[i].is_contiguous())]
-    problem = op.problem(features, weights, known, layout, wide, flag, ())
-    shape, slices = op.shape(features, weights), getattr(problem, "slices", 1)
-    steps = [jit.Step(op.value, problem, [0, 1, 2, 3, 4, 5 if slices == 1 else 6])]
-    if slices > 1:
-        steps.append(jit.Step(op.total, problem, [6, 5]))  # type: ignore[arg-type]
-    new, parts = room(outline(shape), features.dtype, features.device), (*shape[:2], slices, shape[2]) if slices > 1 else None
-    return Forward(known, [], tuple(copies), shape, new, parts, wide, tuple(steps))
+class ReadLevels:
+    """A pass over levels that CPU tensors describe beside a GPU's operands, as traced graphs have them: read by each call.
+
+    `decide` makes the pass of operands whose levels are numbers.
+    """
+
+    def __init__(self, given: Given, decide: Callable[..., Any]) -> None:
+        self.given, self.decide = given, decide
+
+    def bind(self) -> Callable[..., Any]:
+        known: CallCache[Callable] = CallCache()
+        names = list(self.given)
+        shapes, starts = names.index("shapes"), names.index("starts")
+
+        def run(*args: Any) -> Any:
+            levels = tuple(numbers((args[shapes], args[starts], ())))
+            found = known.get(levels) or known.put(levels, self.read(levels).bind())
+            return found(*[None if i in (shapes, starts) else x for i, x in enumerate(args[: len(names)])])
+
+        return run
+
+    def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
+        shapes, starts = self.given["shapes"], self.given["starts"]
+        assert shapes is not None
+        assert starts is not None
+        levels = (0, 0, 0) * starts.numel() if is_fake(shapes) else numbers((shapes, starts, ()))  # a fake tensor has no numbers
+        return self.read(levels).plan(phase)
+
+    def read(self, levels: Sequence[int]) -> Pass:
+        return self.decide({**self.given, "shapes": None, "starts": None}, tuple(levels))
 
 
-def _backward(this: Backward, grad: Tensor, *args: Any) -> list[Tensor]:
-    dtype, size = args[0].dtype, args[0].shape
-    features, shapes, starts, locations, weights, grad = _copied((*args[:5], grad), this.copies)
-    tables = this.told or _tables(this, features, shapes, starts)
-    found: list[Any] = [new and new() for new in this.rooms]
-    marks = this.marks and this.marks()
-    for step in this.steps:
-        step((grad, features, *tables, locations, weights, *found, marks, None))
-    del features  # a copy is read no more: make room
-    if this.segments is not None:
-        if this.soft:
-            weights = torch.softmax(weights.flatten(3), -1, dtype=this.wide)
-        found[0] = torch.empty(size, dtype=dtype, device=grad.device)
-        rows_gradient(this.segments, tables[0], tables[1], locations, weights, grad, found[0])
-    del locations, weights, grad
-    if this.back is not None:
-        sums, found[0] = found[0], this.room()
-        this.back((sums, found[0], marks, None))
-    return [d for d in found if d is not None]
+def _elsewhere(given: Given) -> bool:
+    """Whether the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
+    features, shapes, starts = given["features"], given["shapes"], given["starts"]
+    return shapes is not None and (shapes.device != features.device or starts.device != features.device)  # type: ignore[union-attr]
 
 
-def prepare_backward(
-    op: Operator, T: Sequence[Any], levels: tuple[int, ...], flag: bool, needs: tuple[bool, ...], deterministic: bool, int64: bool
-) -> Backward:
-    features, _, starts, locations, weights, _grad = T
-    wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(features, starts, levels)
-    by_segments = deterministic and needs[0]
-    wants = tuple(i for i, need in enumerate(needs) if need and not (by_segments and i == 0))
-    reads = needs[1] or needs[2]
-    copies = [i for i in (0, 3, 4, 5) if (layout.copy and reads if i == 0 else not T[i].is_contiguous())]
-    sums, begin = outline(features.shape), zeros
-    steps: list[jit.Step] = []
-    segments = back = marks = None
-    if wants:
-        problem = op.problem(features, weights, known, layout, wide, flag, wants)
-        written = [6 + i if i in wants else None for i in range(3)]
-        steps = [jit.Step(op.gradients, problem, [0, 1 if reads else None, 2, 3, 4, 5, *written])]
-    if 0 in wants and features.dtype != wide:
-        if op.mark is None:
-            back = finishing(sums, sums)
-        else:  # 9 has the marks
-            marks, begin = zeros(outline(sums.shape[:2]), torch.uint8, features.device), room
-            steps = [jit.Step(op.mark, problem, [2, 3, 4, 9]), jit.Step(clear_marked, rows_of(sums), [6, 9]), *steps]
-            back = jit.Step(round_marked, rows_of(sums), [0, 1, 2])
-    if by_segments:
-        segments = op.segments(features, weights, known, layout, wide, flag)
-    news = begin(sums, wide, features.device), *(room(outline(t.shape), t.dtype, t.device) for t in (locations, weights))
-    rooms = tuple(new if i in wants else None for i, new in enumerate(news))
-    result, soft = room(sums, features.dtype, features.device), by_segments and op.soft and flag
-    return Backward(known, [], tuple(copies), rooms, wants, marks, tuple(steps), back, result, segments, soft, wide)
+def _tensors(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    return given["features"], given["locations"], given["weights"]  # type: ignore[return-value]
 
 
-def plan(
-    op: Operator, T: Sequence[Any], levels: Sequence[int], flag: bool, needs: Sequence[bool], deterministic: bool, int64: bool
-) -> list[Kernel]:
-    """What the two above launch and allocate."""
-    levels, same = tuple(levels), Determinism.BATCH_INVARIANT
-    features, shapes, starts, locations, weights = T
-    this = prepare_forward(op, T, levels, flag, int64)
-    parts = 0 if this.parts is None else prod(this.parts) * this.wide.itemsize
-    given, told = [locations.dtype, weights.dtype], _table_dtypes(this.levels, shapes, starts)
-    dtypes = [features.dtype, *told, *given, features.dtype, this.wide]
-    found = []
-    for step in this.steps:
-        last = step is this.steps[-1]
-        chosen = step.chosen(dtypes, features.device)
-        room = parts + _bytes(T, this.copies)
-        found.append(Kernel(step.kernel.title, ("out",) if last else (), this.wide, same, room, "forward", *chosen))
-    if any(needs):
-        grad = torch.empty(this.shape, dtype=features.dtype, device="meta")
-        found += _backward_plan(op, prepare_backward(op, (*T, grad), levels, flag, tuple(needs), deterministic, int64), (*T, grad))
-    return found
+def _levels(given: Given, levels: tuple[int, ...]) -> Levels:
+    features, starts = given["features"], given["starts"]
+    assert features is not None
+    return levels_of(len(levels) // 3 if starts is None else starts.numel(), levels, features.shape[1])
 
 
-def _backward_plan(op: Operator, this: Backward, T: Sequence[Any]) -> list[Kernel]:
-    found: list[Kernel] = []
-
-    def add(name: str, writes: Sequence[str], promise: Determinism, room: int, *chosen: Any) -> None:
-        found.append(Kernel(name, tuple(writes), this.wide, promise, room, "backward", *chosen))
-
-    features, shapes, starts, locations, weights, grad = T
-    copied, result = _bytes(T, this.copies), features.numel() * features.element_size()
-    atomic = 0 in this.wants
-    buffer = 0 if this.back is None else features.numel() * this.wide.itemsize
-    buffer += features.shape[0] * features.shape[1] if this.marks else 0  # a byte each
-    if this.steps:
-        dtypes = [grad.dtype, features.dtype, *_table_dtypes(this.levels, shapes, starts), locations.dtype, weights.dtype]
-        dtypes += [this.wide, locations.dtype, weights.dtype]
-        later = result if buffer or this.segments is not None else 0  # is allocated when this is over
-        room = max(0, copied + buffer - later)
-        promise = Determinism.NONE if atomic else Determinism.BATCH_INVARIANT
-        for step in this.steps[:-1]:
-            add(step.kernel.title, (), Determinism.BATCH_INVARIANT, room)
-        chosen = this.steps[-1].chosen(dtypes, features.device)
-        add(op.gradients.title, [op.names[i] for i in this.wants], promise, room, *chosen)
-    if this.back is not None:
-        add(this.back.kernel.title, (), Determinism.BATCH_INVARIANT, buffer)
-    if this.segments is not None:
-        room = _bytes(T, [i for i in this.copies if i]) + workspace(this.segments)
-        if this.soft:
-            room += weights.numel() * this.wide.itemsize
-            add("torch.softmax", (), Determinism.RUN_TO_RUN, room)
-        names = launches(this.segments)
-        for i, name in enumerate(names):
-            add(name, op.names[:1] if i == len(names) - 1 else (), Determinism.RUN_TO_RUN, room)
-    return found
+def _features(p: Pass, layout: Layout) -> str:
+    return p.copy("features", Tensor.contiguous) if layout.copy else "features"
 
 
-def _bytes(T: Sequence[Any], which: Sequence[int]) -> int:
-    return sum(T[i].numel() * T[i].element_size() for i in which)
-
-
-def _table_dtypes(levels: Levels, shapes: Tensor | None, starts: Tensor | None) -> list[torch.dtype]:
-    return [torch.int32 if levels.table or t is None else t.dtype for t in (shapes, starts)]
+def _described(p: Pass, levels: Levels) -> tuple[str, str]:
+    """Slots of what kernels read of the levels."""
+    if levels.table:
+        find = LevelTable(levels.table, p.device)
+        return (p.outside("levels", find.dtype, find),) * 2
+    shapes, starts = p.contiguous("shapes"), p.contiguous("starts")
+    if shapes is None or starts is None:  # there are none
+        return (p.buffer("levels", [0], torch.int32),) * 2
+    return shapes, starts

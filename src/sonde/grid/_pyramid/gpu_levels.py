@@ -72,6 +72,27 @@ class Table(NamedTuple):
 _tables: dict[tuple, Table] = {}  # never emptied: a captured graph may hold the address
 
 
+class LevelTable:
+    """Finds the table of levels on a device; once that is written for good, asks nobody."""
+
+    def __init__(self, levels: tuple[int, ...], device: torch.device) -> None:
+        self.levels, self.device = levels, device
+        self.dtype = _dtype(levels)
+        self.tensor: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.tensor is None:
+            table = table_of(self.levels, self.device)
+            if table.event is not None:
+                return table.tensor
+            self.tensor = table.tensor
+        return self.tensor
+
+
+def _dtype(levels: tuple[int, ...]) -> torch.dtype:
+    return torch.int32 if max(max(levels), -min(levels)) < 2**31 else torch.int64
+
+
 def table_of(levels: tuple[int, ...], device: torch.device) -> Table:
     """Without a copy from the host: a kernel stores its arguments. What is made while a graph is captured belongs to the graph."""
     found = _tables.get((levels, device))
@@ -99,8 +120,7 @@ def _kept(levels: tuple[int, ...], device: torch.device, table: Table) -> Table:
 
 
 def _write(levels: tuple[int, ...], device: torch.device) -> Tensor:
-    dtype = torch.int32 if max(max(levels), -min(levels)) < 2**31 else torch.int64
-    table = torch.empty(len(levels) // 3, 3, dtype=dtype, device=device)
+    table = torch.empty(len(levels) // 3, 3, dtype=_dtype(levels), device=device)
     for i in range(len(table)):
         launch(_level, (table,), (1, 1, 1), (i, *levels[3 * i : 3 * i + 3]), (), 1)
     return table

@@ -6,6 +6,7 @@ REPEAT in a row of which share a location. Every level has its own cells, one mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import accumulator, cdiv, launch
+from ...jit.steps import Pass
+from ...op.gpu import Launch, accumulator, cdiv
+from ...op.plan import Determinism
 from .._device.long_sums import plus, settled
-from .._scatter.segments import BLOCK, BLOCK_PIXELS, index_bytes, pieces, segments, sorting_bytes
+from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, pieces
 from .gpu_levels import Levels, along, block_of, fetch, inside, level, put, shares
 
 TILES = 4  # tiles of channels whose sums one program keeps in registers
@@ -60,76 +63,53 @@ class Problem(NamedTuple):
         return min(TILES, self.tiles) * self.block_c
 
 
-def rows_gradient(
-    n: Problem, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, grad: Tensor, out: Tensor
-) -> None:
-    """Into `out` ``[B, S, heads, C]``, every element of which is written."""
-    if not _some(n):
-        out.zero_()
+def add_rows_gradient(p: Pass, n: Problem, slots: Mapping[str, str], out: str, writes: Sequence[str]) -> None:
+    """Steps that write the gradient of the rows into `out` ``[B, S, heads, C]``, every element of it, some images at a time."""
+    if not n.B * n.Q * n.heads * n.N * n.C * n.S:
+        p.call("torch.zero_", Tensor.zero_, [out], writes=writes, promise=Determinism.RUN_TO_RUN)
         return
-    table = torch.empty(n.levels.number, 4, dtype=torch.int64, device=out.device)
-    offset = tl.int64 if n.int64 else tl.int32
-    launch(_cells, (shapes, starts, table), (1, 1, 1), (n.levels.number, n.cells), (*n.levels.constants, offset), 1)
+    table, number = p.buffer("table", [n.levels.number, 4], torch.int64), n.levels.number
+    constants = (*n.levels.constants, tl.int64 if n.int64 else tl.int32)
+    launch = Launch((1, 1, 1), (number, n.cells), constants, 1)
+    p.start(_cells, [slots["shapes"], slots["starts"], table], launch, promise=Determinism.RUN_TO_RUN)
     chunk = batch_chunk(n)
     for b in range(0, n.B, chunk):
-        part = [t[b : b + chunk] for t in (locations, weights, grad, out)]
-        _rows_gradient(n._replace(B=min(chunk, n.B - b)), table, *part)
+        operands = {name: slots[name] for name in ("locations", "weights", "grad")}
+        some = {name: p.rows(slot, b, b + chunk) for name, slot in dict(operands, out=out).items()}
+        _add_some(p, n._replace(B=min(chunk, n.B - b)), table, some, writes if b + chunk >= n.B else ())
 
 
 def batch_chunk(n: Problem) -> int:
     """Images that are worked on at a time, so that the workspace stays within its room."""
     room = max(ROOM, n.B * n.S * n.heads * n.C * n.wide.itemsize)
-    return max(1, min(n.B, room * n.B // max(1, _bytes(n))))
-
-
-def launches(n: Problem) -> list[str]:
-    """What runs, in order; the last writes the gradient, or the rest of it."""
-    if not _some(n):
-        return ["torch.zero_"]
-    tiles, chunks = cdiv(n.tiles, n.tile // n.block_c), cdiv(n.B, batch_chunk(n))
-    return ["_cells"] + (["_keys", "torch.sort", "_starts", "torch.cumsum", "_bounds"] + ["_sums", "_gather"] * tiles) * chunks
-
-
-def _some(n: Problem) -> bool:
-    return n.B * n.Q * n.heads * n.N * n.C * n.S > 0
-
-
-def workspace(n: Problem) -> int:
-    """Bytes in use beside the result."""
-    if not _some(n):
-        return 0
-    return _bytes(n._replace(B=min(n.B, batch_chunk(n)))) + n.levels.number * 32
-
-
-def _bytes(n: Problem) -> int:
     N, last = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells
-    return max(sorting_bytes(N), index_bytes(N, last) + pieces(N, last) * 4 * n.tile * n.wide.itemsize)
+    needed = bytes_at_most(N, last, pieces(N, last) * 4 * n.tile * n.wide.itemsize)
+    return max(1, min(n.B, room * n.B // max(1, needed)))
 
 
-def _rows_gradient(n: Problem, table: Tensor, locations: Tensor, weights: Tensor, grad: Tensor, out: Tensor) -> None:
-    N, last, acc, device = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells, accumulator(n.wide), out.device
-    keys = [torch.empty(N, dtype=torch.int32 if last < 2**31 else torch.int64, device=device)]
+def _add_some(p: Pass, n: Problem, table: str, slots: Mapping[str, str], writes: Sequence[str]) -> None:
+    N, last, acc, same = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells, accumulator(n.wide), Determinism.RUN_TO_RUN
+    keys = p.buffer("keys", [N], torch.int32 if last < 2**31 else torch.int64)
     what = (n.points, n.repeat, n.levels.number)
-    launch(
-        _keys, (locations, table, keys[0]), (cdiv(N, BLOCK), 1, 1), (N, n.N, n.Q, n.heads, n.cells, last),
-        (*what, n.drop, acc, BLOCK), 4,
-    )  # fmt: skip
-    of = segments(keys, last)
+    sizes = (N, n.N, n.Q, n.heads, n.cells, last)
+    launch = Launch((cdiv(N, BLOCK), 1, 1), sizes, (*what, n.drop, acc, BLOCK), 4)
+    p.start(_keys, [slots["locations"], table, keys], launch, promise=same)
+    of = add_segments(p, keys, N, last)
     P = pieces(N, last)
-    sums = torch.empty(P, 4, n.tile, dtype=n.wide, device=device)
-    group = n.C // n.G
-    each = cdiv(group, n.block_c)  # tiles of a group
+    sums = p.buffer("sums", [P, 4, n.tile], n.wide)
+    each = cdiv(n.C // n.G, n.block_c)  # tiles of a group
     pixels = max(1, BLOCK_PIXELS * 32 // n.block_c)
     warps = 8 if n.block_c == 32 else 4  # of the gather: with fewer, or with more, it spills registers on sm_89 or sm_90
-    for t0 in range(0, n.tiles, n.tile // n.block_c):
-        launch(
-            _sums, (locations, weights, grad, table, of.order, of.first, of.begin, sums), (P, 1, 1), (n.N, last, t0),
-            (*what, n.C, n.G, each, acc, BLOCK_N, n.block_c, n.tile // n.block_c), 1,
-        )  # fmt: skip
-        launch(
-            _gather, (sums, table, of.begin, of.end, out), (n.B * n.heads * cdiv(n.S, pixels), n.tile // n.block_c, 1),
-            (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c), warps,
-        )  # fmt: skip
+    at_once = n.tile // n.block_c
+    for t0 in range(0, n.tiles, at_once):
+        takes = [slots["locations"], slots["weights"], slots["grad"], table, of.order, of.first, of.begin, sums]
+        constants = (*what, n.C, n.G, each, acc, BLOCK_N, n.block_c, at_once)
+        p.start(_sums, takes, Launch((P, 1, 1), (n.N, last, t0), constants, 1), promise=same)
+        grid = (n.B * n.heads * cdiv(n.S, pixels), at_once, 1)
+        sizes, constants = (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c)
+        done = writes if t0 + at_once >= n.tiles else ()
+        takes = [sums, table, of.begin, of.end, slots["out"]]
+        p.start(_gather, takes, Launch(grid, sizes, constants, warps), writes=done, promise=same)
 
 
 @triton.jit(do_not_specialize=["LEVELS", "MOST"])

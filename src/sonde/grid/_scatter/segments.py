@@ -7,6 +7,8 @@ is atomic, nothing waits for the host, and a cell with a million samples is many
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,22 +16,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import accumulator, cdiv, launch
+from ...jit.steps import Pass
+from ...op.gpu import Launch, accumulator, cdiv
+from ...op.plan import Determinism
 from .._device.long_sums import plus, settled
 
 PIECE = 64
 BLOCK_C = 32
 BLOCK_PIXELS = 16
+SORTING = 16  # bytes that torch.sort takes for itself for each key: numbers to begin with, and the order in 64 bits
 BLOCK = 1024  # samples per program where one thread serves one sample
 
 
 class Segments(NamedTuple):
-    """Samples sorted by cell, cut into pieces; behind the last cell are those that see no pixel."""
+    """Samples sorted by cell, cut into pieces; behind the last cell are those that see no pixel. Slots of a pass."""
 
-    order: Tensor  # [N], which sample
-    first: Tensor  # [P + 1], first sample of each piece
-    begin: Tensor  # [cells + 1], first piece of each cell; P where there is none
-    end: Tensor  # [cells + 1], and the one after its last; 0 where there is none
+    order: str  # [N], which sample
+    first: str  # [P + 1], first sample of each piece
+    begin: str  # [cells + 1], first piece of each cell; P where there is none
+    end: str  # [cells + 1], and the one after its last; 0 where there is none
 
 
 def pieces(n: int, cells: int) -> int:
@@ -37,43 +42,47 @@ def pieces(n: int, cells: int) -> int:
     return min(n, cdiv(n, PIECE) + cells)
 
 
-def sorting_bytes(n: int) -> int:
-    return n * (4 + 4 + 8 + 8)  # keys and their order, twice
+def bytes_at_most(n: int, cells: int, sums: int) -> int:
+    """Bytes in use while `n` samples are sorted and added up, given those of the sums: to decide how many to sort at a time."""
+    index = n * 4 + (pieces(n, cells) + 1) * 4 + (cells + 1) * 8
+    return max(n * (4 + 4 + 4 + SORTING), index + sums)
 
 
-def index_bytes(n: int, cells: int) -> int:
-    return n * 4 + (pieces(n, cells) + 1) * 4 + (cells + 1) * 8
-
-
-def segments(keys: list[Tensor], cells: int) -> Segments:
-    """Of the samples whose cells are `keys[0]` ``[N]``; the list is emptied, to make room."""
-    n, device = len(keys[0]), keys[0].device
-    P, per_sample = pieces(n, cells), (cdiv(n, BLOCK), 1, 1)
-
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    ordered, order = torch.sort(keys.pop(), stable=True)
-    order = order.int()
-    starts = new(n, dtype=torch.bool)
-    launch(_starts, (ordered, starts), per_sample, (n,), (PIECE, BLOCK), 4)
-    piece = torch.cumsum(starts, 0, dtype=torch.int32)  # 1 for the first
-    first, begin, end = new(P + 1).fill_(n), new(cells + 1).fill_(P), new(cells + 1).zero_()
-    launch(_bounds, (ordered, piece, first, begin, end), per_sample, (n,), (BLOCK,), 4)
+def add_segments(p: Pass, keys: str, n: int, cells: int) -> Segments:
+    """Steps that sort samples by cell, which is what `keys` ``[N]`` are, and find the pieces."""
+    P, per_sample, same = pieces(n, cells), (cdiv(n, BLOCK), 1, 1), Determinism.RUN_TO_RUN
+    gives = [("ordered", [n], torch.int32), ("order", [n], torch.int32)]
+    ordered, order = p.call("torch.sort", _sorted, [keys], gives, promise=same, scratch=SORTING * n)
+    starts = p.buffer("starts", [n], torch.bool)
+    p.start(_starts, [ordered, starts], Launch(per_sample, (n,), (PIECE, BLOCK), 4), promise=same)
+    count = partial(torch.cumsum, dim=0, dtype=torch.int32)
+    (piece,) = p.call("torch.cumsum", count, [starts], [("piece", [n], torch.int32)], promise=same)  # 1 for the first
+    first, begin = p.buffer("first", [P + 1], torch.int32, fill=n), p.buffer("begin", [cells + 1], torch.int32, fill=P)
+    end = p.buffer("end", [cells + 1], torch.int32, fill=0)
+    p.start(_bounds, [ordered, piece, first, begin, end], Launch(per_sample, (n,), (BLOCK,), 4), promise=same)
     return Segments(order, first, begin, end)
 
 
-def gather(sums: Tensor, of: Segments, out: Tensor, taps: int, c0: int) -> None:
-    """Every pixel of `out` ``[B, (Z,) H, W, C]`` from the pieces around it; channels from `c0`, pixels in a row.
+def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
+    ordered, order = torch.sort(keys, stable=True)
+    return ordered, order.int()
+
+
+def add_gather(
+    p: Pass, sums: str, tile: int, wide: torch.dtype, of: Segments, out: str, outline: Tensor, taps: int, c0: int,
+    writes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """A step in which every pixel of `out` ``[B, (Z,) H, W, C]`` adds up the pieces around it; channels from `c0`, pixels in a row.
 
     Cells have `taps` pixels along each axis, `sums` are ``[P, taps ** dimensions, tile]``.
     """
-    tile, C, dim = sums.shape[2], out.shape[-1], out.ndim - 2
+    C, dim = outline.shape[-1], outline.ndim - 2
     block_c = min(BLOCK_C, tile)
     block_p = BLOCK_PIXELS * BLOCK_C // block_c
-    (Z, H, W), n = (1, *out.shape[1:-1])[-3:], out.shape[:-1].numel()
-    constants = (C, out.stride(-2), c0, tile, accumulator(sums.dtype), block_p, block_c, taps, dim)
-    launch(_gather, (sums, of.begin, of.end, out), (cdiv(n, block_p), tile // block_c, 1), (Z, H, W, n), constants, 4)
+    (Z, H, W), n = (1, *outline.shape[1:-1])[-3:], outline.shape[:-1].numel()
+    constants = (C, outline.stride(-2), c0, tile, accumulator(wide), block_p, block_c, taps, dim)
+    launch = Launch((cdiv(n, block_p), tile // block_c, 1), (Z, H, W, n), constants, 4)
+    p.start(_gather, [sums, of.begin, of.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...op.plan import Kernel
+from ...jit.steps import Pass
 from .._pyramid import gpu as passes
+from .._pyramid.gpu import ReadLevels
 from .._pyramid.gpu_levels import Layout, Levels
 from .._pyramid.gpu_segments import Problem as Segments
 from .gpu_configs import Problem, slices_of
@@ -17,25 +18,21 @@ from .gpu_kernels import aggregate, aggregate_gradients, mark_rows, total
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def decide_forward(features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool):
-    T = (features, spatial_shapes, level_starts, locations, weights)
-    return passes.decide_forward(THIS, T, levels, drop, FORCE_INT64)
+def forward_pass(
+    features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int], drop: bool
+) -> Pass | ReadLevels:
+    given = dict(features=features, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights)
+    return passes.forward_pass(THIS, given, levels, drop, FORCE_INT64)
 
 
-def decide_backward(
-    grad: Tensor, features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool, *,
-    needs: Sequence[bool], deterministic: bool,
-):  # fmt: skip
-    T = (features, spatial_shapes, level_starts, locations, weights)
-    return passes.decide_backward(THIS, grad, T, levels, drop, tuple(needs), deterministic, FORCE_INT64)
-
-
-def plan(
-    features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, drop: bool, *,
-    needs: Sequence[bool], deterministic: bool,
-) -> list[Kernel]:  # fmt: skip
-    T = (features, spatial_shapes, level_starts, locations, weights)
-    return passes.plan(THIS, T, levels, drop, needs, deterministic, FORCE_INT64)
+def backward_pass(
+    grad: Tensor, features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int],
+    drop: bool, *, needs: Sequence[bool], deterministic: bool,
+) -> Pass | ReadLevels:  # fmt: skip
+    given = dict(
+        grad=grad, features=features, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights
+    )  # fmt: skip
+    return passes.backward_pass(THIS, given, levels, drop, FORCE_INT64, needs, deterministic)
 
 
 def _shape(features: Tensor, weights: Tensor) -> tuple[int, int, int]:
@@ -58,6 +55,6 @@ def _segments(features: Tensor, weights: Tensor, levels: Levels, layout: Layout,
     return Segments(B, S, A, 1, C, max(1, G), P * cams * L, 1, max(1, L), levels, drop, wide, layout.int64)
 
 
-THIS = passes.Operator(
+THIS = passes.Member(
     ("features", "locations", "weights"), _shape, _problem, _segments, aggregate, aggregate_gradients, total=total, mark=mark_rows
 )

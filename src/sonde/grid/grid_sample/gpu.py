@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import jit
+from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from ...op.gpu import outline, room, zeros
-from ...op.layout import memory_format
-from ...op.plan import Determinism, Kernel
+from ...op.layout import memory_format, outline, outline_of
+from ...op.plan import Determinism
 from .._device.axes import MODES, PADDINGS, TAPS
-from .._device.fixed_point import ADD, FLOAT, MARK, TELL, finishing, largest
-from .._device.layout import empty_pixels, few, into_pixels, into_planes, pixel_stride, pixels_room, transpose, turned
+from .._device.fixed_point import ADD, FLOAT, MARK, TELL, add_finish, add_largest
+from .._device.layout import few, into_pixels, into_planes, pixel_stride, pixels_outline, pixels_size
 from .._epipolar.reference import joint_batch
 from . import gpu_gather as gathers
 from .gpu_configs import problem, units
@@ -28,124 +25,133 @@ FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 Options = tuple[str, str, bool]
 
 
-class Forward(NamedTuple):
-    """What a forward pass over operands of one kind does, decided once; the call and the plan both go by it."""
-
-    copy_grid: bool
-    turn: jit.Step | None  # by way of pixels: vectors instead of single numbers are worth a transpose
-    out: Tensor  # without its memory
-    room: Callable[[], Tensor]  # for it
-    step: jit.Step
-
-
-class Backward(NamedTuple):
-    """And a backward pass."""
-
-    copy_grid: bool
-    copy_grad: bool
-    wants: tuple[str, ...]  # of the kernel that has both gradients
-    turn: jit.Step | None
-    back: jit.Step | None  # makes the gradient of the input of its sums, if those have another layout or dtype
-    step: jit.Step | None
-    marks: tuple[jit.Step, ...]  # of sums in fixed point, so that their order does not matter
-    gather: gathers.Problem | None  # of sums in a fixed order, in place of those
-    rows: jit.Step | None  # makes rows of channels of the result's gradient for that
-    repeated: bool  # a grid that serves many inputs has the sum of their gradients
-    zeros: bool  # of the grid: known without a kernel
-    wide: torch.dtype
-    of_input: Callable[[], Tensor]  # zeros to add to
-    of_grid: Callable[[], Tensor]  # room for its gradient
-    room: Callable[[], Tensor]  # for the gradient of the input, where it is not what it was summed in
-
-
-def decide_forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Callable[..., Tensor]:
-    return partial(_forward, prepare_forward(input, grid, (mode, padding_mode, align_corners)))
-
-
-def _forward(this: Forward, input: Tensor, grid: Tensor, *_options: Any) -> Tensor:
-    out = this.room()
-    source = input if this.turn is None else turned(this.turn, input)
-    this.step((source, grid.flatten(1, -2) if this.copy_grid else grid, out))
-    return out
-
-
-def prepare_forward(input: Tensor, grid: Tensor, options: Options) -> Forward:
-    """Decide; operands may have no values."""
-    shape, layout = (joint_batch(input, grid), input.shape[1], *grid.shape[1:-1]), memory_format(input, True)
-    out = outline(shape, memory_format=layout)
+def forward_pass(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Pass:
+    options, wide = (mode, padding_mode, align_corners), accumulator(input, grid)
+    p = Pass(input.device, wide, dict(input=input, grid=grid))
+    out = outline((joint_batch(input, grid), input.shape[1], *grid.shape[1:-1]), memory_format=memory_format(input, True))
     through = _through(input, grid) and 16 * prod(grid.shape[1:-1]) >= prod(input.shape[2:])
     of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     what = problem(
-        input.shape, input.element_size(), _flat(grid), accumulator(input, grid), options, out.flatten(2).stride(), of_input,
-        int64=FORCE_INT64,
-    )  # fmt: skip
-    turn = into_pixels(input.shape, input.dtype) if through else None
-    new = room(out, input.dtype, input.device)
-    return Forward(not _collapses(grid), turn, out, new, jit.Step(sample, what, [0, 1, 2]))
+        input.shape, input.element_size(), _flat(grid), wide, options, out.flatten(2).stride(), of_input, int64=FORCE_INT64
+    )
+    source = into_pixels(p, "input", input.shape) if through else "input"  # vectors instead of single numbers are worth a transpose
+    result = p.buffer("out", out, input.dtype)
+    p.launch(sample, what, [source, _points(p, grid), result], writes=["out"])
+    return p.returns(result).returning_one()
 
 
-def decide_backward(
+def backward_pass(
     grad: Tensor, input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *,
     needs: Sequence[bool], deterministic: bool,
-) -> Callable[..., list[Tensor]]:  # fmt: skip
-    return partial(_backward, prepare_backward(grad, input, grid, (mode, padding_mode, align_corners), needs, deterministic), needs)
+) -> Pass:  # fmt: skip
+    options, wide, flat = (mode, padding_mode, align_corners), accumulator(input, grid), _flat(grid)
+    p = Pass(input.device, wide, dict(grad=grad, input=input, grid=grid))
+    of_grad = "grad" if _collapses(grad.movedim(1, -1)) else p.copy("grad", lambda g: g.flatten(2))
+    points = _points(p, grid)
+    no_slope = mode == "nearest" and needs[1]
+    wants = [name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and no_slope)]
+    found: dict[str, str] = {}
 
-
-def _backward(this: Backward, needs: Sequence[bool], grad: Tensor, input: Tensor, grid: Tensor, *_options: Any) -> list[Tensor]:
-    if this.copy_grad:
-        grad = grad.flatten(2)
-    points = grid.flatten(1, -2) if this.copy_grid else grid
-    d_input = d_grid = None
-    if this.step is not None:
-        d_input, d_grid = _both(this, grad, input, grid, points)
-    if this.gather is not None:
-        d_input = _gathered(this, grad, input, points)
-    if this.zeros:
-        d_grid = torch.zeros(grid.shape, dtype=grid.dtype, device=grid.device)
-    return [g for g, need in zip((d_input, d_grid), needs) if need]  # type: ignore[misc]
-
-
-def prepare_backward(grad: Tensor, input: Tensor, grid: Tensor, options: Options, needs: Sequence[bool], strict: bool) -> Backward:
-    B, wide, flat = joint_batch(input, grid), accumulator(input, grid), _flat(grid)
-    no_slope = options[0] == "nearest" and needs[1]
-    wants = tuple(name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and no_slope))
-    through = "input" in wants and _through(input, grid)
-    gather = rows = None
-    if strict and "input" in wants and options[0] != "bicubic" and (through or _in_rows(input)):
-        gather, rows = _gather_problem(grad, input, flat, options, wide, through)
+    through = "input" in wants and _through(input, grid)  # by way of pixels
+    gather = None
+    if deterministic and "input" in wants and mode != "bicubic" and (through or _in_rows(input)):
+        gather = _gather_problem(grad, input, flat, options, wide, through)
+    together = [name for name in wants if name == "grid" or gather is None]  # by the kernel that has both gradients
+    if together:
+        found |= _add_both(p, together, grad, input, grid, (of_grad, points), options, deterministic, through)
     if gather is not None:
-        wants = wants[1:]
-    fixed = strict and "input" in wants
-    step, of_input, of_gradient = None, None, None
-    marks: tuple[jit.Step, ...] = ()
+        found["input"] = _add_gather(p, gather, grad, input, (of_grad, points), through)
+    if no_slope:
+        found["grid"] = p.buffer("d_grid", grid.shape, grid.dtype)
+        p.call("torch.zero_", Tensor.zero_, [found["grid"]], writes=["grid"])
+    return p.returns(*(found[name] for name, need in zip(("input", "grid"), needs) if need))
+
+
+def _add_both(
+    p: Pass, wants: Sequence[str], grad: Tensor, input: Tensor, grid: Tensor, slots: tuple[str, str], options: Options,
+    deterministic: bool, through: bool,
+) -> dict[str, str]:  # fmt: skip
+    """Both gradients in one pass, that of the input by atomic additions: of integers if it is to be deterministic."""
+    (of_grad, points), wide, B = slots, p.accumulator, joint_batch(input, grid)
+    fixed = deterministic and "input" in wants  # sums in fixed point, so that their order does not matter
+    dtype = torch.int64 if fixed else wide
+    summed = outline(input.shape, memory_format=_summed_in(input))
+    of_input = of_sums = None  # strides
     if "grid" in wants:
         of_input = _pixel_strides(input, input.dtype) if through else input.stride()
     if "input" in wants:
-        as_it_is = outline(input.shape, memory_format=_summed_in(input)).stride()
-        of_gradient = _pixel_strides(input, torch.int64 if fixed else wide) if through else as_it_is
-    if wants:
-        of_out = _outline(grad).flatten(2).stride()
-        known = (input.shape, input.element_size(), flat, wide, options, of_out)
-        what = problem(*known, of_input, of_gradient, "grid" in wants, FORCE_INT64, ADD if fixed else FLOAT)
-        takes = [0, 1 if "grid" in wants else None, 2, *(3 + i if t in wants else None for i, t in _NAMES)]
-        step = jit.Step(gradients, what, [*takes, *_fixed(fixed, wide)])
+        of_sums = _pixel_strides(input, dtype) if through else summed.stride()
+    known = (input.shape, input.element_size(), _flat(grid), wide, options, outline_of(grad).flatten(2).stride())
+    what = problem(*known, of_input, of_sums, "grid" in wants, FORCE_INT64, ADD if fixed else FLOAT)
+
+    source = sums = low = largest = d_grid = None
+    repeated = grid.shape[0] != B  # a grid that serves many inputs has the sum of their gradients
+    if "grid" in wants:
+        source = into_pixels(p, "input", input.shape) if through else "input"
+        d_grid = p.buffer("d_grid", (B, *grid.shape[1:]), wide if repeated else grid.dtype)
+    if "input" in wants:
+        like = outline([pixels_size(input.shape, dtype)]) if through else summed
+        sums = p.buffer("sums", like, dtype, fill=0)
         if fixed:
-            mark = problem(*known, None, of_gradient, False, FORCE_INT64, MARK)
-            marks = tuple(jit.Step(gradients, what, [0, None, 2, 3, None, None, 6]) for what in (mark, mark._replace(stage=TELL)))
-    turn = back = None
-    if through:
-        turn = into_pixels(input.shape, input.dtype) if "grid" in wants else None
-        of_pixels = input.dtype if gather is not None else torch.int64 if fixed else wide
-        back = into_planes(input.shape, of_pixels, input.dtype, fixed, units(what) if fixed else 0)
-    repeated, sums = grid.shape[0] != B, torch.int64 if fixed else wide
-    summed = outline([pixels_room(input.shape, sums)]) if back else outline(input.shape, memory_format=_summed_in(input))
-    of_grid = room(outline((B, *grid.shape[1:])), wide if repeated else grid.dtype, grid.device)
-    gradient = outline(input.shape, memory_format=memory_format(input, True))
-    if "input" in wants and not through and (fixed or input.dtype != wide or summed.stride() != gradient.stride()):
-        back = finishing(summed, gradient, fixed, units(what) if fixed else 0)
-    rooms = zeros(summed, sums, input.device), of_grid, room(gradient, input.dtype, input.device)
-    copies = not _collapses(grid), not _collapses(grad.movedim(1, -1))
-    return Backward(*copies, wants, turn, back, step, marks, gather, rows, repeated, no_slope, wide, *rooms)
+            low = p.buffer("low", like, dtype, fill=0) if wide == torch.float64 else None
+            largest = add_largest(p, of_grad, outline_of(grad).flatten(2), input.shape[0], wide)
+    promise = Determinism.RUN_TO_RUN if repeated else Determinism.BATCH_INVARIANT
+    if "input" in wants:
+        promise = Determinism.RUN_TO_RUN if fixed else Determinism.NONE
+    accumulates = dtype if "input" in wants else None
+    takes = [of_grad, source, points, sums, d_grid, low, largest]
+    p.launch(gradients, what, takes, writes=wants, promise=promise, accumulator=accumulates)
+    if fixed:
+        mark = problem(*known, None, of_sums, False, FORCE_INT64, MARK)
+        for stage in (mark, mark._replace(stage=TELL)):
+            p.launch(gradients, stage, [of_grad, None, points, sums, None, None, largest], promise=Determinism.RUN_TO_RUN)
+
+    found = {}
+    if d_grid is not None:
+        found["grid"] = _add_total(p, d_grid, grid, B) if repeated else d_grid
+    if sums is not None:
+        gradient = outline(input.shape, memory_format=memory_format(input, True))
+        digits = units(what) if fixed else 0
+        found["input"] = sums
+        if through or fixed or input.dtype != wide or summed.stride() != gradient.stride():
+            found["input"] = p.buffer("d_input", gradient, input.dtype)
+            if through:
+                into_planes(p, sums, found["input"], input.shape, low, largest, digits)
+            else:
+                add_finish(p, sums, summed, found["input"], gradient, low, largest, digits)
+    return found
+
+
+def _add_total(p: Pass, d_grid: str, grid: Tensor, B: int) -> str:
+    n, shape, dtype = grid.shape[0], tuple(grid.shape[1:]), grid.dtype
+
+    def total(each: Tensor) -> Tensor:
+        return each.view(n, B // max(1, n), *shape).sum(1).to(dtype)
+
+    scratch = 0 if dtype == p.accumulator else grid.numel() * p.accumulator.itemsize
+    gives = [("d_grid", grid.shape, dtype)]
+    return p.call("torch.sum", total, [d_grid], gives, promise=Determinism.RUN_TO_RUN, scratch=scratch)[0]
+
+
+def _add_gather(p: Pass, what: gathers.Problem, grad: Tensor, input: Tensor, slots: tuple[str, str], through: bool) -> str:
+    """The gradient of the input, each pixel of which adds up its samples in order."""
+    rows, points = slots
+    if not _has_rows(grad):
+        if rows == "grad" and not grad.is_contiguous():
+            rows = p.copy("grad", Tensor.contiguous)
+        rows = into_pixels(p, rows, grad.shape)
+    gradient = p.buffer("d_input", outline(input.shape, memory_format=memory_format(input, True)), input.dtype)
+    if not through:
+        gathers.add_gather(p, what, rows, points, gradient, ["input"])
+        return gradient
+    pixels = p.buffer("pixels", [pixels_size(input.shape, input.dtype)], input.dtype)
+    gathers.add_gather(p, what, rows, points, pixels, ["input"])
+    into_planes(p, pixels, gradient, input.shape)
+    return gradient
+
+
+def _points(p: Pass, grid: Tensor) -> str:
+    return "grid" if _collapses(grid) else p.copy("grid", lambda g: g.flatten(1, -2))
 
 
 def _in_rows(input: Tensor) -> bool:
@@ -155,74 +161,26 @@ def _in_rows(input: Tensor) -> bool:
 
 def _gather_problem(
     grad: Tensor, input: Tensor, flat: Tensor, options: Options, wide: torch.dtype, through: bool
-) -> tuple[gathers.Problem | None, jit.Step | None]:
-    """Of a sum in a fixed order, if 32 bits count its samples and cells; and what makes rows of channels of the gradient first."""
+) -> gathers.Problem | None:
+    """Of a sum in a fixed order, if 32 bits count its samples and cells."""
     (n, C, *size), (grids, points, dim) = input.shape, flat.shape
-    of_out, mode = _outline(grad).flatten(2).stride(), MODES.index(options[0])
-    as_rows = of_out[1] == 1 and of_out[0] == points * of_out[2]
-    row = of_out[2] if as_rows else pixel_stride(C, grad.element_size())
+    of_out, mode = outline_of(grad).flatten(2).stride(), MODES.index(options[0])
+    row = of_out[2] if _has_rows(grad) else pixel_stride(C, grad.element_size())
     Z, H, W = (1, *size)[-3:]
     stride = pixel_stride(C, input.element_size()) if through else C
     where = TAPS[mode], PADDINGS.index(options[1]), options[2]
     what = gathers.Problem(n, grad.shape[0] // max(1, n), points, Z, H, W, C, dim, *where, wide, grids, flat.stride(), row, stride)
-    if max(what.samples, what.cells) >= 2**31 - gathers.BLOCK_CELLS:
-        return None, None
-    return what, None if as_rows else into_pixels(grad.shape, grad.dtype)
+    return what if max(what.samples, what.cells) < 2**31 - gathers.BLOCK_CELLS else None
 
 
-def _gathered(this: Backward, grad: Tensor, input: Tensor, points: Tensor) -> Tensor:
-    """The gradient of the input, each pixel of which adds up its samples in order."""
-    assert this.gather is not None
-    rows = grad if this.rows is None else turned(this.rows, grad.contiguous())
-    if this.back is None:
-        out = this.room()
-        gathers.gather(this.gather, rows, points, out)
-        return out
-    pixels = input.new_empty(pixels_room(input.shape, input.dtype))
-    gathers.gather(this.gather, rows, points, pixels)
-    del rows
-    planes = this.room()
-    this.back((pixels, planes, None))
-    return planes
+def _has_rows(grad: Tensor) -> bool:
+    """Whether the gradient of the result has a row of channels for each sample."""
+    strides, points = outline_of(grad).flatten(2).stride(), prod(grad.shape[2:])
+    return strides[1] == 1 and strides[0] == points * strides[2]
 
 
 def _through(input: Tensor, grid: Tensor) -> bool:
     return input.is_contiguous() and input.shape[1] >= 16 and not few(prod(grid.shape[1:-1]), input.shape[1])
-
-
-def _fixed(fixed: bool, wide: torch.dtype) -> tuple[int | None, int | None]:
-    """Positions of what else sums in fixed point have: a second half where float64 is to come of them, and their units."""
-    return (5 if fixed and wide == torch.float64 else None, 6 if fixed else None)
-
-
-_NAMES = tuple(enumerate(("input", "grid")))
-
-
-def _both(this: Backward, grad: Tensor, input: Tensor, grid: Tensor, points: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients in one pass, that of the input by atomic additions."""
-    assert this.step is not None
-    source, d_input, d_grid, low, most = input, None, None, None, None
-    if "grid" in this.wants:
-        if this.turn is not None:
-            source = turned(this.turn, input)
-        d_grid = this.of_grid()
-    if "input" in this.wants:
-        d_input = this.of_input()
-        if this.marks:
-            low = this.of_input() if this.wide == torch.float64 else None
-            most = largest(grad.flatten(2), input.shape[0], this.wide)
-    tensors = (grad, source, points, d_input, d_grid, low, most, None)
-    this.step(tensors)
-    for step in this.marks:
-        step(tensors)
-    del source, tensors
-    if d_grid is not None and this.repeated:
-        n = grid.shape[0]
-        d_grid = d_grid.view(n, this.step.problem.B // max(1, n), *grid.shape[1:]).sum(1).to(grid.dtype)
-    if d_input is not None and this.back is not None:
-        sums, d_input = d_input, this.room()
-        this.back((sums, d_input, low, most, None))
-    return d_input, d_grid
 
 
 def _summed_in(input: Tensor) -> torch.memory_format:
@@ -230,99 +188,9 @@ def _summed_in(input: Tensor) -> torch.memory_format:
     return torch.contiguous_format if input.shape[1] < 4 else memory_format(input, True)
 
 
-def plan(
-    input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *, needs: Sequence[bool], deterministic: bool
-) -> list[Kernel]:
-    """What the two above launch and allocate."""
-    options, wide = (mode, padding_mode, align_corners), accumulator(input, grid)
-    this = prepare_forward(input, grid, options)
-    copy = grid.numel() * grid.element_size() if this.copy_grid else 0
-    chosen = this.step.chosen([input, grid, input], input.device)
-    same, room, found = Determinism.BATCH_INVARIANT, copy, []
-    if this.turn is not None:
-        room += input.numel() // input.shape[1] * pixel_stride(input.shape[1], input.element_size()) * input.element_size()
-        found.append(Kernel(transpose.title, (), wide, same, room, "forward"))
-    found.append(Kernel(sample.title, ("out",), wide, same, room, "forward", *chosen))
-    if any(needs):
-        grad = this.out.to(input.dtype)
-        found += _backward_plan(prepare_backward(grad, input, grid, options, tuple(needs), deterministic), input, grid, copy)
-    return found
-
-
-def _backward_plan(this: Backward, input: Tensor, grid: Tensor, copy: int) -> list[Kernel]:
-    found: list[Kernel] = []
-
-    same, fixed = Determinism.BATCH_INVARIANT, bool(this.marks)
-    sums = torch.int64 if fixed else this.wide
-
-    def add(name: str, writes: Sequence[str], promise: Determinism, room: int, *chosen: Any) -> None:
-        found.append(Kernel(name, tuple(writes), sums if "input" in writes else this.wide, promise, room, "backward", *chosen))
-
-    if this.step is not None:
-        room, after = (copy + x for x in _both_bytes(this, input, grid))
-        if this.turn is not None:
-            add(transpose.title, (), same, room)
-        if fixed:
-            add("_largest", (), same, room)
-        of_input = Determinism.RUN_TO_RUN if fixed else Determinism.NONE
-        promise = of_input if "input" in this.wants else Determinism.RUN_TO_RUN if this.repeated else same
-        of_grid, most = this.wide if this.repeated else grid.dtype, torch.int64 if this.wide == torch.float64 else torch.int32
-        dtypes = [input.dtype, input.dtype, grid.dtype, sums, of_grid, sums, most]
-        add(gradients.title, this.wants, promise, room, *this.step.chosen(dtypes, input.device))
-        for step in this.marks:
-            add(gradients.title, (), Determinism.RUN_TO_RUN, room, *step.chosen(dtypes, input.device))
-        if this.repeated and "grid" in this.wants:
-            add("torch.sum", (), Determinism.RUN_TO_RUN, room)
-        if this.back is not None and this.gather is None:
-            add(this.back.kernel.title, (), same, after)
-    if this.gather is not None:
-        room, after = (copy + x for x in _gather_bytes(this, this.gather, input))
-        if this.rows is not None:
-            add(transpose.title, (), same, room)
-        for name in gathers.KERNELS:
-            add(name, ("input",) if name == gathers.KERNELS[-1] else (), Determinism.RUN_TO_RUN, room)
-        if this.back is not None:
-            add(transpose.title, (), same, after)
-    if this.zeros:
-        add("torch.zeros", ("grid",), same, 0)
-    return found
-
-
-def _both_bytes(this: Backward, input: Tensor, grid: Tensor) -> tuple[int, int]:
-    """Beside the results while the kernel runs, and when the gradient of the input is made of the buffer that it was summed in."""
-    C, result, itemsize = input.shape[1], input.numel() * input.element_size(), input.element_size()
-    pixels, room, wide = input.numel() // max(1, C), 0, this.wide.itemsize
-    if "grid" in this.wants and this.repeated:
-        room = joint_batch(input, grid) * (grid.numel() // max(1, grid.shape[0])) * wide
-    copy = pixels * pixel_stride(C, itemsize) * itemsize if this.turn is not None else 0
-    if this.gather is not None:  # the gradient of the input comes later
-        return max(0, room + copy - result), room
-    if this.back is None:
-        return room, room
-    each = 8 if this.marks else wide
-    buffer = pixels * (pixel_stride(C, each) if this.back.kernel is transpose else C) * each
-    if this.marks:
-        buffer = buffer * (wide // 4) + (input.shape[0] + 1) * wide
-    return max(0, room + buffer + copy - result), room + buffer
-
-
-def _gather_bytes(this: Backward, gather: gathers.Problem, input: Tensor) -> tuple[int, int]:
-    """The same of a gradient that pixels gather."""
-    itemsize = input.element_size()
-    room = gathers.workspace(gather) + (gather.samples * gather.row * itemsize if this.rows is not None else 0)
-    if this.back is None:
-        return room, 0
-    pixels = pixels_room(input.shape, input.dtype) * itemsize
-    return max(0, room + pixels - input.numel() * itemsize), pixels
-
-
-def _outline(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
 def _flat(grid: Tensor) -> Tensor:
     """The grid as kernels see it, ``[B, points, coordinates]``, without its values."""
-    return _outline(grid).flatten(1, -2)
+    return outline_of(grid).flatten(1, -2)
 
 
 def _collapses(x: Tensor) -> bool:
@@ -338,5 +206,5 @@ def _tall(shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 def _pixel_strides(input: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
     """Those of `input` if its memory were that of pixels."""
-    b, c, y, x = empty_pixels(_tall(input.shape), dtype, torch.device("meta")).stride()
+    b, c, y, x = pixels_outline(_tall(input.shape), dtype).stride()
     return (b, c, *((input.shape[3] * y,) if input.ndim == 5 else ()), y, x)

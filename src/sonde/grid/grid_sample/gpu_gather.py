@@ -11,6 +11,7 @@ and how its chain is linked differ from time to time; how many of them come befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import accumulator, cdiv, launch, power_of_2, vector_of
+from ...jit.steps import Pass
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from ...op.plan import Determinism
 from .._device.axes import along, coordinate, weight
 from .._device.long_sums import plus, settled
 
@@ -26,7 +29,6 @@ PIECE = 64
 BLOCK = 128  # samples per program
 BLOCK_CELLS = 1024
 TILE = 1024  # bytes that a warp adds up at a time, 32 of each thread
-KERNELS = ("_runs", "_room", "_order", "_rest", "_gather")  # that a gradient launches, in order
 
 
 class Problem(NamedTuple):
@@ -63,45 +65,35 @@ class Problem(NamedTuple):
         return self.taps**self.dim
 
 
-def workspace(n: Problem) -> int:
-    """Bytes in use beside the result."""
-    N, pieces = n.samples, cdiv(n.samples, PIECE)
-    lists = 4 * (3 * n.cells + 1 + pieces) + N * (4 + (n.dim * n.wide.itemsize if n.taps > 1 else 0))
-    return lists + max(N * (4 + 8), pieces * n.corners * n.C * n.wide.itemsize)
-
-
-def gather(n: Problem, grad: Tensor, grid: Tensor, out: Tensor) -> None:
-    """The gradient of the images into `out`, every pixel of which is written; `grad` has a row of channels for each sample."""
-    N = n.samples
+def add_gather(p: Pass, n: Problem, grad: str, grid: str, out: str, writes: Sequence[str]) -> None:
+    """Steps that write the gradient of the images into `out`, every pixel of it; `grad` has a row of channels for each sample."""
+    N, same = n.samples, Determinism.RUN_TO_RUN
     if not N:
-        out.zero_()
+        p.call("torch.zero_", Tensor.zero_, [out], writes=writes)
         return
-
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=grad.device)
-
     per_sample = (cdiv(N, BLOCK), 1, 1)
     sizes = (N, n.points, n.Z, n.H, n.W, n.group, n.images * n.group // n.grids, *n.of_grid, n.cells)
     how = (n.dim, n.taps, n.padding, n.align, accumulator(n.wide), BLOCK)
     pieces = cdiv(N, PIECE)
-    table = torch.zeros(2 * n.cells + 1 + pieces, dtype=torch.int32, device=grad.device)
-    first, ids, shares = new(n.cells), new(N), new(N, n.dim, dtype=n.wide) if n.taps > 1 else None
-    ranks, links = new(N), new(N, dtype=torch.int64)
-    launch(_runs, (grid, table, ranks, links), per_sample, sizes, how, BLOCK // 32)
-    launch(_room, (table, first), (cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4)
-    launch(_order, (grid, table, first, ranks, links, ids, shares), per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128))
-    del ranks, links
+    table = p.buffer("table", [2 * n.cells + 1 + pieces], torch.int32, fill=0)
+    first, ids = p.buffer("first", [n.cells], torch.int32), p.buffer("ids", [N], torch.int32)
+    shares = p.buffer("shares", [N, n.dim], n.wide) if n.taps > 1 else None
+    ranks, links = p.buffer("ranks", [N], torch.int32), p.buffer("links", [N], torch.int64)
+    p.start(_runs, [grid, table, ranks, links], Launch(per_sample, sizes, how, BLOCK // 32), promise=same)
+    p.start(_room, [table, first], Launch((cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4), promise=same)
+    takes = [grid, table, first, ranks, links, ids, shares]
+    p.start(_order, takes, Launch(per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128)), promise=same)
     tile = TILE // n.wide.itemsize
     block_c = min(tile, power_of_2(n.C))
     block_p = tile // block_c
-    vector = vector_of(16 // grad.element_size(), n.C, n.row, n.stride)
+    vector = vector_of(16 // p.slots[grad].dtype.itemsize, n.C, n.row, n.stride)
     of_row = (n.dim, n.taps, accumulator(n.wide), PIECE, vector)
-    sums = new(pieces, n.corners, n.C, dtype=n.wide)
-    launch(_rest, (grad, table, first, ids, shares, sums), (pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1)
+    sums, lists = p.buffer("sums", [pieces, n.corners, n.C], n.wide), [table, first, ids, shares]
+    p.start(_rest, [grad, *lists, sums], Launch((pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1), promise=same)
     pixels = n.images * n.Z * n.H * n.W
-    grid_ = (cdiv(pixels, block_p), cdiv(n.C, block_c), 1)
     sizes = (n.Z, n.H, n.W, pixels, n.C, n.row, n.stride, n.cells)
-    launch(_gather, (grad, table, first, ids, shares, sums, out), grid_, sizes, (*of_row, block_p, block_c), 1)
+    launch = Launch((cdiv(pixels, block_p), cdiv(n.C, block_c), 1), sizes, (*of_row, block_p, block_c), 1)
+    p.start(_gather, [grad, *lists, sums, out], launch, writes=writes, promise=same)
 
 
 @triton.jit

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...op.plan import Kernel
+from ...jit.steps import Pass
 from .._pyramid import gpu as passes
+from .._pyramid.gpu import ReadLevels
 from .._pyramid.gpu_levels import Layout, Levels
 from .._pyramid.gpu_segments import Problem as Segments
 from .gpu_configs import Problem
@@ -17,25 +18,21 @@ from .gpu_kernels import attend, attend_gradients
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def decide_forward(value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool):
-    T = (value, spatial_shapes, level_starts, locations, weights)
-    return passes.decide_forward(THIS, T, levels, logits, FORCE_INT64)
+def forward_pass(
+    value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int], logits: bool
+) -> Pass | ReadLevels:
+    given = dict(features=value, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights)
+    return passes.forward_pass(THIS, given, levels, logits, FORCE_INT64)
 
 
-def decide_backward(
-    grad: Tensor, value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool, *,
-    needs: Sequence[bool], deterministic: bool,
-):  # fmt: skip
-    T = (value, spatial_shapes, level_starts, locations, weights)
-    return passes.decide_backward(THIS, grad, T, levels, logits, tuple(needs), deterministic, FORCE_INT64)
-
-
-def plan(
-    value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels, logits: bool, *,
-    needs: Sequence[bool], deterministic: bool,
-) -> list[Kernel]:  # fmt: skip
-    T = (value, spatial_shapes, level_starts, locations, weights)
-    return passes.plan(THIS, T, levels, logits, needs, deterministic, FORCE_INT64)
+def backward_pass(
+    grad: Tensor, value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int],
+    logits: bool, *, needs: Sequence[bool], deterministic: bool,
+) -> Pass | ReadLevels:  # fmt: skip
+    given = dict(
+        grad=grad, features=value, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights
+    )  # fmt: skip
+    return passes.backward_pass(THIS, given, levels, logits, FORCE_INT64, needs, deterministic)
 
 
 def _shape(value: Tensor, weights: Tensor) -> tuple[int, int, int]:
@@ -60,4 +57,4 @@ def _segments(value: Tensor, weights: Tensor, levels: Levels, layout: Layout, wi
     return Segments(B, S, Q, h, D, 1, L * P, P, 1, levels, False, wide, layout.int64)
 
 
-THIS = passes.Operator(("value", "locations", "weights"), _shape, _problem, _segments, attend, attend_gradients, soft=True)
+THIS = passes.Member(("value", "locations", "weights"), _shape, _problem, _segments, attend, attend_gradients, soft=True)

@@ -8,37 +8,21 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from ...op.plan import Kernel
-from .._epipolar import gpu as form
+from ...jit.steps import Pass
+from .._epipolar.gpu import derivatives
 
-NAMES = dict(
-    images="images", samples="samples", rows="queries", depths="depths"
-)  # of the form's letters, in the order of the gradients
+NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # of the form's letters, as gradients come
 
 
-def decide_forward(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int):
+def forward_pass(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int) -> Pass:
+    given = dict(images=images, samples=samples, rows=queries, depths=depths)
     dtype = torch.promote_types(images.dtype, queries.dtype)
-    run = form.decide(("coef",), images, samples, None, queries, depths, num_octaves, dtype=dtype)
-    return lambda images, samples, queries, depths, _: run([images, samples, None, queries, depths])[0]
+    return derivatives({"coef": "out"}, given, num_octaves, dtype=dtype).returning_one()
 
 
-def decide_backward(
+def backward_pass(
     grad: Tensor, images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int,
     *, needs: Sequence[bool], deterministic: bool,
-):  # fmt: skip
-    wants = tuple(compress(NAMES, needs))
-    run = form.decide(wants, images, samples, grad, queries, depths, num_octaves, deterministic=deterministic)
-    return lambda grad, images, samples, queries, depths, _: run([images, samples, grad, queries, depths])
-
-
-def plan(
-    images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int,
-    *, needs: Sequence[bool], deterministic: bool,
-) -> list[Kernel]:  # fmt: skip
-    dtype = torch.promote_types(images.dtype, queries.dtype)
-    kernels = form.plan("forward", {"coef": "out"}, (images, samples, None, queries, depths), num_octaves, dtype)
-    if any(needs):
-        grad = torch.empty(*queries.shape[:3], samples.shape[2], dtype=dtype, device="meta")
-        given = (images, samples, grad, queries, depths)
-        kernels += form.plan("backward", dict(compress(NAMES.items(), needs)), given, num_octaves, deterministic=deterministic)
-    return kernels
+) -> Pass:  # fmt: skip
+    given = dict(coef=grad, images=images, samples=samples, rows=queries, depths=depths)
+    return derivatives(dict(compress(NAMES.items(), needs)), given, num_octaves, deterministic=deterministic)

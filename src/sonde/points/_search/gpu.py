@@ -1,258 +1,179 @@
-"""What the operators' passes on a GPU share: operands in the order that they are walked in, and the problems that they pose."""
+"""Passes of the operators on points: searches and sums over neighbours, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import jit
+from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from ...op.plan import Determinism, Kernel
+from ...op.plan import Determinism
 from . import gpu_ball as balls
 from . import gpu_nearest as neighbours
 from . import gpu_pairs as pairs
 from .gpu_walk import MOST_F, halves, nodes_of
-from .index.gpu_kernels import sorting
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
+SEARCH = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes", "query_offsets", "point_offsets")
+Given = Mapping[str, Any]
+
+
+def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
+    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
+    of_features = {} if features is None else {"features": features}
+    return dict(queries=queries, points=points, **of_features, **dict(zip(SEARCH, search, strict=True)), **more)
 
 
 class Sides(NamedTuple):
     """Queries and points, each sorted along the curve with boxes, or as they came, without."""
 
     queries: Tensor
-    qorder: Tensor | None
-    qboxes: Tensor | None
     points: Tensor
-    order: Tensor | None
-    boxes: Tensor | None
-    query_offsets: Tensor | None
-    point_offsets: Tensor | None
+    boxes: Tensor | None  # of the points
+    qboxes: Tensor | None
+    segments: int  # of a ragged batch
+    names: tuple[str, str]  # the slots of queries and points
 
-    @property
-    def segments(self) -> int:
-        return 0 if self.query_offsets is None else self.query_offsets.shape[0] - 1
+    @staticmethod
+    def of(given: Given) -> Sides:
+        queries, points = ("queries", "points") if given["sorted"] is None else ("qsorted", "sorted")
+        offsets = given["query_offsets"]
+        segments = 0 if offsets is None else offsets.shape[0] - 1
+        return Sides(given[queries], given[points], given["boxes"], given["qboxes"], segments, (queries, points))
 
-    def walk(self, columns: bool = False) -> tuple[Tensor | None, ...]:
-        """The first tensors of a kernel: rows, what comes by, its boxes, offsets of both."""
+    def walk(self, p: Pass, columns: bool = False) -> list[str | None]:
+        """The first slots that a kernel takes: rows, what comes by, its boxes, offsets of both. Rows are points if `columns`."""
+        tree = self.boxes is not None
+        queries, points = (p.contiguous(name) for name in self.names)
+        order, boxes, qorder, qboxes = (p.contiguous(name) if tree else None for name in ("order", "boxes", "qorder", "qboxes"))
+        of_queries, of_points = p.contiguous("query_offsets"), p.contiguous("point_offsets")
         if columns:
-            return self.points, self.order, self.queries, self.qorder, self.qboxes, self.point_offsets, self.query_offsets
-        return self.queries, self.qorder, self.points, self.order, self.boxes, self.query_offsets, self.point_offsets
+            return [points, order, queries, qorder, qboxes, of_points, of_queries]
+        return [queries, qorder, points, order, boxes, of_queries, of_points]
 
 
-def sides(
-    queries: Tensor, points: Tensor, order: Tensor | None, ordered: Tensor | None, boxes: Tensor | None, qorder: Tensor | None,
-    qordered: Tensor | None, qboxes: Tensor | None, query_offsets: Tensor | None, point_offsets: Tensor | None,
-) -> Sides:  # fmt: skip
-    given = (queries, None, None, points, None, None) if ordered is None else (qordered, qorder, qboxes, ordered, order, boxes)
-    return Sides(*dense(*given, query_offsets, point_offsets))
-
-
-def dense(*tensors: Any) -> list[Any]:
-    """As kernels read them; what torch.vmap does not map comes as one row that stands for all."""
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
-def nearest(
-    of: Sides, k: int, radius: float | None = None, features: Tensor | None = None, sigma: Tensor | None = None, width: float = 0.0
-) -> tuple[Tensor, ...]:
-    """distances, indices ``[B, M, k]``; with a radius, how many more there are; with features, their weighted sums."""
-    problem = nearest_problem(of, k, radius, features, sigma, width)
-    new, (B, M, _) = of.queries.new_empty, of.queries.shape
-    distances, indices = new(B, M, k), new(B, M, k, dtype=torch.int64)
-    truncated = None if radius is None else new(B, M, dtype=torch.int64)
-    out = None if features is None else features.new_empty(B, M, features.shape[2])
-    if features is None or not features.shape[2]:  # nothing to sum
-        neighbours.nearest(problem, *of.walk(), None, None, distances, indices, truncated, None)
-    else:
-        neighbours.nearest(problem, *of.walk(), *dense(features, sigma), distances, indices, truncated, out)
-    return tuple(t for t in (distances, indices, truncated, out) if t is not None)
-
-
-def plan_nearest(
-    of: Sides, k: int, radius: float | None = None, features: Tensor | None = None, sigma: Tensor | None = None, width: float = 0.0
-) -> list[Kernel]:
-    problem = nearest_problem(of, k, radius, features, sigma, width)
-    about = chosen(neighbours.nearest, problem, of.queries)
-    return [Kernel(neighbours.nearest.title, ("out",), problem.wide, Determinism.BATCH_INVARIANT, 0, "forward", *about)]
-
-
-def chosen(kernel: jit.Tunable, problem: Any, queries: Tensor) -> tuple:
-    """For a plan: the configuration that it runs in, and what else is known of it."""
-    config, *about = kernel.choose(problem, str(queries.dtype), queries.device)
-    return str(config), *about
-
-
-def nearest_problem(
-    of: Sides, k: int, radius: float | None, features: Tensor | None, sigma: Tensor | None, width: float
-) -> neighbours.Problem:
-    (B, M, D), N = of.queries.shape, of.points.shape[1]
-    F = 0 if features is None else features.shape[2]
-    square = halves(0.0 if radius is None else radius * radius)
-    wide = accumulator(of.queries, features, sigma)
-    return neighbours.Problem(
+def nearest(given: Given, k: int, radius: float | None = None, width: float = 0.0) -> tuple[Pass, dict[str, str]]:
+    """The k nearest ``[B, M, k]``: distances and indices; with a radius, how many more there are; with features, their sums."""
+    of, features, sigma = Sides.of(given), given.get("features"), given.get("sigma")
+    (B, M, D), N, F = of.queries.shape, of.points.shape[1], 0 if features is None else features.shape[2]
+    wide, square = accumulator(of.queries, features, sigma), halves(0.0 if radius is None else radius * radius)
+    problem = neighbours.Problem(
         B, M, N, of.segments, nodes_of(of.boxes), D, k, F, square, halves(width), radius is not None,
         of.queries.dtype, wide, FORCE_INT64 or N * max(F, D) >= 2**31,
     )  # fmt: skip
+    p = Pass(of.queries.device, wide, given)
+    found = {
+        "distances": p.buffer("distances", (B, M, k), of.queries.dtype),
+        "indices": p.buffer("indices", (B, M, k), torch.int64),
+    }
+    if radius is not None:
+        found["truncated"] = p.buffer("truncated", (B, M), torch.int64)
+    if features is not None:
+        found["out"] = p.buffer("out", (B, M, F), features.dtype)
+    sums = [p.contiguous("features"), p.contiguous("sigma")] if F else [None, None]
+    results = [found["distances"], found["indices"], found.get("truncated"), found["out"] if F else None]
+    p.launch(neighbours.nearest, problem, [*of.walk(p), *sums, *results], writes=["out"])
+    return p, found
 
 
-def ball(of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float) -> tuple[Tensor, Tensor]:
+def nearest_gradients(given: Given, needs: Sequence[bool], width: float = 0.0) -> Pass:
+    """Of queries and points; with features, of these and σ. ``grad`` belongs to the sums, or else to the distances."""
+    queries, points, indices, features = given["queries"], given["points"], given["indices"], given.get("features")
+    names = ("queries", "points", "features", "sigma")
+    wants = [name for name, need in zip(names, needs) if need]
+    (B, M, D), N, k, sigma = queries.shape, points.shape[1], indices.shape[2], given.get("sigma")
+    F, wide = 0 if features is None else features.shape[2], accumulator(queries, features, sigma)
+    problem = pairs.Problem(B, M, N, D, k, F, halves(width), wide, FORCE_INT64 or N * max(F, D) >= 2**31)
+    p, found = Pass(queries.device, wide, given), {}
+    slots = {name: p.contiguous(name) for name in ("grad", *names, "distances", "indices")}
+    for name in wants:
+        if name != "sigma":
+            found[name] = p.buffer(f"d_{name}", given[name].shape, given[name].dtype)
+    weights = p.buffer("weights", indices.shape, wide) if "features" in wants else None
+    slopes = p.buffer("slopes", indices.shape, wide) if "points" in wants else None
+    keys = p.buffer("keys", indices.shape, torch.int64 if B * N >= 2**31 else torch.int32) if weights or slopes else None
+    spread = p.buffer("spread", (B, M), wide) if "sigma" in wants else None
+    operands = [slots[name] for name in ("queries", "points", "distances", "indices", "grad", "features", "sigma")]
+    made = [weights, slopes, keys, found.get("queries"), spread]
+    p.launch(pairs.pairs, problem, [*operands, *made], writes=[name for name in wants if name == "queries"])
+    if keys is not None:
+        runs = pairs.add_runs(p, keys, B * M * k, B * N)
+        of_features = pairs.Features(weights, slots["grad"], found["features"], F) if weights else None
+        of_points = pairs.Offsets(slopes, slots["points"], slots["queries"], found["points"], D) if slopes else None
+        pairs.add_sums(p, runs, k, None, of_features, of_points, [name for name in wants if name in ("points", "features")])
+    if spread is not None:
+        assert sigma is not None
+        found["sigma"] = _add_sum(p, spread, sigma)
+    return p.returns(*(found[name] for name in wants))
+
+
+def ball(given: Given, width: float, radius: float) -> Pass:
     """out ``[B, M, F]``, and what weighs: a distance n close to the nearest's and 1/Σ exp((n − d)/σ) ``[B, M, 2]``."""
-    problem = ball_problem(of, features, sigma, width, radius)
-    B, M, _ = of.queries.shape
-    out, levels = features.new_empty(B, M, features.shape[2]), features.new_empty(B, M, 2, dtype=problem.wide)
-    balls.ball(problem, *of.walk(), *dense(features, sigma), out, levels)
-    return out, levels
+    of, features = Sides.of(given), given["features"]
+    problem, (B, M, _) = _ball_problem(of, given, width, radius), of.queries.shape
+    p = Pass(of.queries.device, problem.wide, given)
+    out, levels = p.buffer("out", (B, M, features.shape[2]), features.dtype), p.buffer("levels", (B, M, 2), problem.wide)
+    p.launch(balls.ball, problem, [*of.walk(p), p.contiguous("features"), p.contiguous("sigma"), out, levels], writes=["out"])
+    return p.returns(out, levels)
 
 
-def plan_ball(
-    of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float, needs: Sequence[bool]
-) -> list[Kernel]:
-    problem = ball_problem(of, features, sigma, width, radius)
-    invariant, wide, (B, M, _) = Determinism.BATCH_INVARIANT, problem.wide, of.queries.shape
-    found = [Kernel(balls.ball.title, ("out",), wide, invariant, 0, "forward", *chosen(balls.ball, problem, of.queries))]
-    queries, points, of_features, of_sigma = needs
-    room = (points + of_sigma) * B * M * wide.itemsize
-    title = balls.ball_gradients.title
+def ball_gradients(given: Given, width: float, radius: float, needs: Sequence[bool]) -> Pass:
+    """Of queries, points, features and σ, as far as they are needed: a walk over rows, and one or two over columns."""
+    of, features, sigma = Sides.of(given), given["features"], given["sigma"]
+    wants = [name for name, need in zip(("queries", "points", "features", "sigma"), needs) if need]
+    rows, (B, M, _) = _ball_problem(of, given, width, radius), of.queries.shape
+    p, found = Pass(of.queries.device, rows.wide, given), {}
+    grad, values, of_sigma, levels = (p.contiguous(name) for name in ("grad", "features", "sigma", "levels"))
+    for name, like in (("queries", of.queries), ("points", of.points), ("features", features)):
+        if name in wants:
+            found[name] = p.buffer(f"d_{name}", like.shape, like.dtype)
+    delta = p.buffer("delta", (B, M), rows.wide) if "points" in wants else None
+    spread = p.buffer("spread", (B, M), rows.wide) if "sigma" in wants else None
+    if delta or spread or "queries" in wants:
+        p.launch(
+            balls.ball_gradients, rows._replace(coordinates=True),
+            [*of.walk(p), grad, values, of_sigma, levels, delta, found.get("queries"), spread, None],
+            writes=[name for name in wants if name == "queries"],
+        )  # fmt: skip
+    if spread is not None:
+        found["sigma"] = _add_sum(p, spread, sigma)
+    columns = _ball_problem(of, given, width, radius, columns=True)
+    for some in _column_passes([name for name in wants if name in ("points", "features")], columns.F):
+        coordinates, of_features = "points" in some, "features" in some
+        p.launch(
+            balls.ball_gradients, columns._replace(coordinates=coordinates, features=of_features),
+            [*of.walk(p, columns=True), values, grad, of_sigma, levels, delta if coordinates else levels,
+             found["points"] if coordinates else None, None, found["features"] if of_features else None],
+            writes=some,
+        )  # fmt: skip
+    return p.returns(*(found[name] for name in wants))
 
-    def add(problem: balls.Problem, **writes: bool) -> None:
-        about = chosen(balls.ball_gradients, problem, of.queries)
-        names = tuple(name for name, need in writes.items() if need)
-        found.append(Kernel(title, names, wide, invariant, room, "backward", *about))
 
-    if queries or points or of_sigma:
-        add(problem._replace(coordinates=True), queries=queries)
-        if of_sigma:
-            found.append(Kernel("torch.sum", ("sigma",), wide, Determinism.RUN_TO_RUN, room, "backward"))
-    for coordinates, values in columns_of(points, of_features, problem.F):
-        columns = ball_problem(of, features, sigma, width, radius, columns=True)
-        add(columns._replace(coordinates=coordinates, features=values), points=coordinates, features=values)
-    return found
+def _column_passes(wants: list[str], F: int) -> list[list[str]]:
+    """Which gradients each walk over columns computes: all together as long as a program holds all features."""
+    if F > MOST_F:
+        return [[name] for name in wants]
+    return [wants] if wants else []
 
 
-def columns_of(points: bool, features: bool, F: int) -> list[tuple[bool, bool]]:
-    """Which gradients each pass over columns computes: together as long as a program holds all features."""
-    passes = [(points, features)] if F <= MOST_F else [(points, False), (False, features)]
-    return [wanted for wanted in passes if any(wanted)]
-
-
-def ball_problem(
-    of: Sides, features: Tensor, sigma: Tensor | None, width: float, radius: float, columns: bool = False
-) -> balls.Problem:
-    rows, _, others, _, boxes, _, _ = of.walk(columns)
-    assert rows is not None
-    assert others is not None
-    (B, M, D), N, F = rows.shape, others.shape[1], features.shape[2]
+def _ball_problem(of: Sides, given: Given, width: float, radius: float, columns: bool = False) -> balls.Problem:
+    rows, others, boxes = (of.points, of.queries, of.qboxes) if columns else (of.queries, of.points, of.boxes)
+    (B, M, D), N, F = rows.shape, others.shape[1], given["features"].shape[2]
     return balls.Problem(
         B, M, N, of.segments, nodes_of(boxes), D, F, halves(radius * radius), halves(width), rows.dtype,
-        accumulator(rows, features, sigma), FORCE_INT64 or max(M, N) * max(F, D) >= 2**31, columns,
+        accumulator(rows, given["features"], given["sigma"]), FORCE_INT64 or max(M, N) * max(F, D) >= 2**31, columns,
     )  # fmt: skip
 
 
-def ball_gradients(
-    grad: Tensor,
-    of: Sides,
-    features: Tensor,
-    sigma: Tensor | None,
-    width: float,
-    radius: float,
-    levels: Tensor,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """Of queries, points, features and σ, as far as they are needed."""
-    queries, points, of_features, of_sigma = needs
-    (grad, features, sigma, levels), delta = dense(grad, features, sigma, levels), None
-    found: list[Tensor | None] = [None] * 4
-    if queries or points or of_sigma:
-        rows = ball_problem(of, features, sigma, width, radius)._replace(coordinates=True)
-        found[0] = torch.empty_like(of.queries) if queries else None
-        spread = levels.new_empty(levels.shape[:2]) if of_sigma else None
-        delta = levels.new_empty(levels.shape[:2]) if points else None
-        balls.ball_gradients(rows, *of.walk(), grad, features, sigma, levels, delta, found[0], spread, None)
-        if of_sigma:
-            found[3] = spread.sum(1).to(sigma.dtype)  # type: ignore[union-attr]
-    if points or of_features:
-        columns = ball_problem(of, features, sigma, width, radius, columns=True)
-        found[1] = torch.empty_like(of.points) if points else None
-        found[2] = torch.empty_like(features) if of_features else None
-        for coordinates, values in columns_of(points, of_features, features.shape[2]):
-            balls.ball_gradients(
-                columns._replace(coordinates=coordinates, features=values), *of.walk(columns=True), features, grad, sigma, levels,
-                delta if coordinates else levels, found[1] if coordinates else None, None, found[2] if values else None,
-            )  # fmt: skip
-    return [t for t in found if t is not None]
+def _add_sum(p: Pass, spread: str, sigma: Tensor) -> str:
+    """The gradient of σ, of each row's share."""
 
+    def total(spread: Tensor) -> Tensor:
+        return spread.sum(1).to(sigma_dtype)
 
-def nearest_gradients(
-    grad: Tensor, queries: Tensor, points: Tensor, distances: Tensor, indices: Tensor, needs: Sequence[bool],
-    features: Tensor | None = None, sigma: Tensor | None = None, width: float = 0.0,
-) -> list[Tensor]:  # fmt: skip
-    """Of queries and points; with features, of these and σ. `grad` is that of the sums, or, without features, of the distances."""
-    of_queries, of_points, of_features, of_sigma = (*needs, False, False)[:4]
-    problem = pairs_problem(queries, points, indices, features, sigma, width)
-    queries, points, grad, distances, indices, features, sigma = dense(queries, points, grad, distances, indices, features, sigma)
-    wide, targets = problem.wide, points.shape[0] * points.shape[1]
-
-    def values(wanted: bool) -> Tensor | None:
-        return queries.new_empty(indices.shape, dtype=wide) if wanted else None
-
-    weights, slopes = values(of_features), values(of_points)
-    keys = None
-    if of_points or of_features:
-        keys = torch.empty(indices.shape, dtype=torch.int64 if targets >= 2**31 else torch.int32, device=queries.device)
-    d_queries = torch.empty_like(queries) if of_queries else None
-    d_sigma = queries.new_empty(queries.shape[:2], dtype=wide) if of_sigma else None
-    pairs.pairs(
-        problem, queries, points, distances, indices, grad, features, sigma, weights, slopes, keys, d_queries, d_sigma
-    )  # fmt: skip
-    d_points = torch.empty_like(points) if of_points else None
-    d_features = torch.empty_like(features) if of_features else None  # type: ignore[arg-type]
-    if keys is not None:
-        runs = pairs.runs(keys, targets)
-        del keys
-        rows = grad.flatten(0, 1) if of_features else None
-        here, there = (points.flatten(0, 1), queries.flatten(0, 1)) if of_points else (None, None)
-        pairs.sums(runs, problem.k, None, weights, rows, slopes, here, there, d_features, d_points, wide)
-    if d_sigma is not None:
-        d_sigma = d_sigma.sum(1).to(sigma.dtype)  # type: ignore[union-attr]
-    return [t for t in (d_queries, d_points, d_features, d_sigma) if t is not None]
-
-
-def plan_pairs(
-    queries: Tensor, points: Tensor, k: int, needs: Sequence[bool], features: Tensor | None = None, sigma: Tensor | None = None,
-    width: float = 0.0,
-) -> list[Kernel]:  # fmt: skip
-    """What :func:`nearest_gradients` launches."""
-    if not any(needs):
-        return []
-    of_queries, of_points, of_features, of_sigma = (*needs, False, False)[:4]
-    (B, M, D), N = queries.shape, points.shape[1]
-    indices = queries.new_empty(B, M, k, device="meta", dtype=torch.int64)
-    problem = pairs_problem(queries, points, indices, features, sigma, width)
-    wide, n, key = problem.wide, B * M * k, 8 if B * N >= 2**31 else 4
-    room = (of_features + of_points) * n * wide.itemsize + of_sigma * B * M * wide.itemsize
-    steps: list[tuple[str, tuple[str, ...], Determinism]] = []
-    if of_points or of_features:
-        part = n // pairs.CHUNK * (of_features * problem.F + of_points * D) * wide.itemsize
-        room += 8 * B * N + max(n * (key + sorting(key)), n * (key + 8) + part)
-        writes = tuple(name for name, need in (("points", of_points), ("features", of_features)) if need)
-        names = {"torch.sort": (), "_runs": (), **({"_chunks": ()} if n >= pairs.CHUNK else {}), "_sums": writes}
-        steps = [(name, writes, Determinism.RUN_TO_RUN) for name, writes in names.items()]
-    if of_sigma:
-        steps.append(("torch.sum", ("sigma",), Determinism.RUN_TO_RUN))
-    about = chosen(pairs.pairs, problem, queries)
-    first = ("queries",) if of_queries else ()
-    found = [Kernel(pairs.pairs.title, first, wide, Determinism.BATCH_INVARIANT, room, "backward", *about)]
-    return found + [Kernel(name, writes, wide, promise, room, "backward") for name, writes, promise in steps]
-
-
-def pairs_problem(
-    queries: Tensor, points: Tensor, indices: Tensor, features: Tensor | None, sigma: Tensor | None, width: float
-) -> pairs.Problem:
-    (B, M, D), N, k = queries.shape, points.shape[1], indices.shape[2]
-    F = 0 if features is None else features.shape[2]
-    int64 = FORCE_INT64 or N * max(F, D) >= 2**31
-    return pairs.Problem(B, M, N, D, k, F, halves(width), accumulator(queries, features, sigma), int64)
+    sigma_dtype = sigma.dtype
+    gives = [("d_sigma", sigma.shape, sigma.dtype)]
+    return p.call("torch.sum", total, [spread], gives, writes=["sigma"], promise=Determinism.RUN_TO_RUN)[0]

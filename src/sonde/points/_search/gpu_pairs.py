@@ -7,6 +7,7 @@ point adds such chunks and the pairs before and behind them. Nothing is atomic, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import accumulator, cdiv, power_of_2
-from ...op.gpu import launch as start
+from ...jit.steps import Pass
+from ...op.gpu import Launch, accumulator, cdiv, power_of_2
+from ...op.plan import Determinism
 from .gpu_walk import Config, block_of, plus, rate_of, whole
-from .index.gpu_kernels import coordinates
+from .index.gpu_kernels import coordinates, sort_scratch
 
 CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
 BLOCK = 1024  # pairs of a program where each is one thread's
@@ -161,41 +163,66 @@ pairs = jit.kernel(
 
 
 class Runs(NamedTuple):
-    """Pairs in the order of whom they belong to; who has none has the run from 0 to 0."""
+    """Slots of pairs in the order of whom they belong to; who has none has the run from 0 to 0."""
 
-    keys: Tensor  # [P], sorted
-    place: Tensor | None  # [P], which pair; None if they were in order
-    bounds: Tensor  # [2, T], first pair of each run, and the one after its last
-
-
-def runs(keys: Tensor, targets: int) -> Runs:
-    """Of pairs that belong to `keys`, numbers below `targets` unless they belong to nobody."""
-    bounds = torch.zeros(2, targets, dtype=torch.int32, device=keys.device)
-    keys, place = torch.sort(keys.flatten(), stable=True)
-    n = keys.shape[0]
-    start(_runs, (keys, bounds), (cdiv(n, BLOCK), 1, 1), (n, targets), (BLOCK,), 4)
-    return Runs(keys, place, bounds)
+    keys: str  # [P], sorted
+    place: str | None  # [P], which pair; None if they were in order
+    bounds: str  # [2, T], first pair of each run, and the one after its last
+    pairs: int  # P
+    targets: int  # T
 
 
-def sums(
-    of: Runs, k: int, source: Tensor | None, weights: Tensor | None, rows: Tensor | None, slopes: Tensor | None,
-    here: Tensor | None, there: Tensor | None, d_rows: Tensor | None, d_here: Tensor | None, wide: torch.dtype,
-) -> None:  # fmt: skip
-    """Σ weights·rows into `d_rows` ``[T, F]`` and Σ slopes·(here − there) into `d_here` ``[T, D]``, over the run of each of T.
+class Features(NamedTuple):
+    """Σ weights·rows over the run of each target, into `out`."""
 
-    `rows` and `there` belong to the other side of a pair: `source` ``[P]`` says which, or it is the pair's number over k.
-    """
-    T, n = of.bounds.shape[1], of.keys.shape[0]
-    F = 0 if rows is None else rows.shape[-1]
-    D = 0 if here is None else here.shape[-1]
+    weights: str  # [P]
+    rows: str | None  # [R, F], of the other side of a pair
+    out: str  # [T, F]
+    F: int
+
+
+class Offsets(NamedTuple):
+    """Σ slopes·(here − there) over the run of each target, into `out`."""
+
+    slopes: str  # [P]
+    here: str | None  # [T, D], the targets' own coordinates
+    there: str | None  # [R, D], of the other side of a pair
+    out: str  # [T, D]
+    D: int
+
+
+def add_runs(p: Pass, keys: str, n: int, targets: int) -> Runs:
+    """Steps that sort `n` pairs by their `keys`, which are numbers below `targets` unless they belong to nobody."""
+    dtype, same = p.slots[keys].dtype, Determinism.RUN_TO_RUN
+    gives = [("keys", [n], dtype), ("place", [n], torch.int64)]
+    ordered, place = p.call("torch.sort", _sorted, [keys], gives, promise=same, scratch=n * sort_scratch(dtype.itemsize))
+    bounds = p.buffer("bounds", [2, targets], torch.int32, fill=0)
+    p.start(_runs, [ordered, bounds], Launch((cdiv(n, BLOCK), 1, 1), (n, targets), (BLOCK,), 4), promise=same)
+    return Runs(ordered, place, bounds, n, targets)
+
+
+def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
+    ordered, place = torch.sort(keys.flatten(), stable=True)
+    return ordered, place
+
+
+def add_sums(
+    p: Pass, of: Runs, k: int, source: str | None, features: Features | None, offsets: Offsets | None, writes: Sequence[str]
+) -> None:
+    """Steps that sum over runs. `source` ``[P]`` says which is the other side of a pair, or it is the pair's number over k."""
+    T, n, same = of.targets, of.pairs, Determinism.RUN_TO_RUN
+    F, D = 0 if features is None else features.F, 0 if offsets is None else offsets.D
+    weights, rows, d_rows = (None, None, None) if features is None else features[:3]
+    slopes, here, there, d_here = (None, None, None, None) if offsets is None else offsets[:4]
     chunks, block_f = n // CHUNK, block_of(F)
     tiles_f = max(1, cdiv(F, block_f))
-    partial = of.keys.new_empty(chunks, F + D, dtype=wide)
+    partial = p.buffer("partial", [chunks, F + D], p.accumulator)
     block_t = max(1, min(8, 512 // block_f))
-    tensors = (of.keys, of.place, of.bounds, source, weights, rows, slopes, here, there, partial)
-    constants = (D, k, block_f, accumulator(wide), CHUNK)
-    start(_chunks, tensors, (chunks, tiles_f, 1), (n, T, F), (*constants, max(2, 512 // block_f)), 1)
-    start(_sums, (*tensors, d_rows, d_here), (cdiv(T, block_t), tiles_f, 1), (n, T, F), (*constants, block_t), 1)
+    takes = [of.keys, of.place, of.bounds, source, weights, rows, slopes, here, there, partial]
+    constants = (D, k, block_f, accumulator(p.accumulator), CHUNK)
+    p.start(_chunks, takes, Launch((chunks, tiles_f, 1), (n, T, F), (*constants, max(2, 512 // block_f)), 1), promise=same)
+    grid = (cdiv(T, block_t), tiles_f, 1)
+    p.start(_sums, [*takes, d_rows, d_here], Launch(grid, (n, T, F), (*constants, block_t), 1), writes=writes, promise=same)
 
 
 @triton.jit(do_not_specialize=["P", "T"])

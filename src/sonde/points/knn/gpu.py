@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
-from ...op.plan import Kernel
-from .._search import gpu as passes
+from ...jit.steps import Pass
+from .._search.gpu import named, nearest, nearest_gradients
 
 
-def forward(*args) -> tuple[Tensor, ...]:
-    *operands, k = args
-    return passes.nearest(passes.sides(*operands), k)
+def forward_pass(queries: Tensor, points: Tensor, *rest: Any) -> Pass:
+    *search, k = rest
+    p, found = nearest(named(queries, points, None, *search), k)
+    return p.returns(*found.values())
 
 
-def backward(grad: Tensor, queries: Tensor, points: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Tensor]:
-    *_, distances, indices = rest
-    return passes.nearest_gradients(grad, queries, points, distances, indices, needs)
-
-
-def plan(*args, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    *operands, k = args
-    return passes.plan_nearest(passes.sides(*operands), k) + passes.plan_pairs(operands[0], operands[1], k, needs)
+def backward_pass(grad: Tensor, queries: Tensor, points: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool) -> Pass:
+    *search, _k, distances, indices = rest
+    values = dict(k=None)
+    given = dict(grad=grad, **named(queries, points, None, *search), **values, distances=distances, indices=indices)
+    return nearest_gradients(given, needs)

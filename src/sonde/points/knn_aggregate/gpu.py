@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
-from ...op.plan import Kernel
-from .._search import gpu as passes
+from ...jit.steps import Pass
+from .._search.gpu import named, nearest, nearest_gradients
 
 
-def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *index, sigma, width, k = rest
-    distances, indices, out = passes.nearest(passes.sides(queries, points, *index), k, None, features, sigma, width)
-    return out, distances, indices
+def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
+    *search, sigma, width, k = rest
+    p, found = nearest(named(queries, points, features, *search, sigma=sigma), k, None, width)
+    return p.returns(found["out"], found["distances"], found["indices"])
 
 
-def backward(
-    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool
-) -> list[Tensor]:
-    *_, sigma, width, _k, distances, indices = rest
-    return passes.nearest_gradients(grad, queries, points, distances, indices, needs, features, sigma, width)
-
-
-def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    *index, sigma, width, k = rest
-    forward = passes.plan_nearest(passes.sides(queries, points, *index), k, None, features, sigma, width)
-    return forward + passes.plan_pairs(queries, points, k, needs, features, sigma, width)
+def backward_pass(
+    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool
+) -> Pass:
+    *search, sigma, width, _k, distances, indices = rest
+    operands = named(queries, points, features, *search, sigma=sigma, width=None, k=None)
+    return nearest_gradients(dict(grad=grad, **operands, distances=distances, indices=indices), needs, width)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
-from ...op.plan import Kernel
-from .._search import gpu as passes
+from ...jit.steps import Pass
+from .._search.gpu import ball, ball_gradients, named
 
 
-def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    *index, sigma, width, radius = rest
-    return passes.ball(passes.sides(queries, points, *index), features, sigma, width, radius)
+def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
+    *search, sigma, width, radius = rest
+    return ball(named(queries, points, features, *search, sigma=sigma), width, radius)
 
 
-def backward(
-    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool
-) -> list[Tensor]:
-    *index, sigma, width, radius, levels = rest
-    of = passes.sides(queries, points, *index)
-    return passes.ball_gradients(grad, of, features, sigma, width, radius, levels, needs)
-
-
-def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    *index, sigma, width, radius = rest
-    return passes.plan_ball(passes.sides(queries, points, *index), features, sigma, width, radius, needs)
+def backward_pass(
+    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool
+) -> Pass:
+    *search, sigma, width, radius, levels = rest
+    operands = named(queries, points, features, *search, sigma=sigma, width=None, radius=None)
+    return ball_gradients(dict(grad=grad, **operands, levels=levels), width, radius, needs)

@@ -1,53 +1,72 @@
-"""Triton implementation of ``radius_search``: the one operator that waits for the device, to learn how long its lists are."""
+"""Triton implementation of ``radius_search``: the one operator that waits for the device, to learn how long its lists are.
+
+So it has two forward passes, which count and which fill the lists, and its passes are recorded anew for each length.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...jit import Unsupported
+from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from ...op.plan import Determinism, Kernel
-from .._search import gpu as passes
+from ...op.plan import Kernel
 from .._search import gpu_lists as lists
 from .._search import gpu_pairs as pairs
+from .._search.gpu import Sides, named
 from .._search.gpu_walk import halves, nodes_of
 from .._search.reference import root
 
 
-def forward(*args) -> tuple[Tensor, Tensor, Tensor]:
+def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *operands, radius = args
-    of = passes.sides(*operands)
-    (B, M, _), new = of.queries.shape, of.queries.new_empty
-    problem = _problem(of, radius)
-    offsets = of.queries.new_zeros(B * M + 1, dtype=torch.int64)
-    lists.lists(problem, *of.walk(), offsets, None, None, None)
-    offsets = offsets.cumsum(0)
+    offsets = _count(named(*operands[:2], None, *operands[2:]), radius).bind()(*operands)
     total = int(offsets[-1])
     if total >= 2**31:
         raise Unsupported(f"radius_search: impl='triton' has kernels for fewer than 2³¹ neighbours in all; got {total}")
-    squares, indices, rows = new(total), new(total, dtype=torch.int64), new(total, dtype=torch.int64)
-    lists.lists(problem._replace(writes=True), *of.walk(), offsets, squares, indices, rows)
-    order = _order(squares, indices, rows)
-    return offsets, indices[order], root(squares[order])
+    given = named(*operands[:2], None, *operands[2:], offsets=offsets)
+    return offsets, *_fill(given, radius, total).bind()(*given.values())
 
 
-def _order(squares: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
+def _count(given: dict[str, Any], radius: float) -> Pass:
+    """The pass to the lists' offsets."""
+    of, p = Sides.of(given), _pass(given)
+    n = of.queries.shape[0] * of.queries.shape[1] + 1
+    counts = p.buffer("counts", [n], torch.int64, fill=0)
+    p.launch(lists.lists, _problem(of, radius), [*of.walk(p), counts, None, None, None], writes=["offsets"])
+    (offsets,) = p.call("torch.cumsum", lambda counts: counts.cumsum(0), [counts], [("offsets", [n], torch.int64)])
+    return p.returns(offsets).returning_one()
+
+
+def _fill(given: dict[str, Any], radius: float, total: int) -> Pass:
+    """The pass to indices and distances, given the offsets."""
+    of, p = Sides.of(given), _pass(given)
+    squares = p.buffer("squares", [total], of.queries.dtype)
+    indices, rows = p.buffer("indices", [total], torch.int64), p.buffer("rows", [total], torch.int64)
+    p.launch(lists.lists, _problem(of, radius)._replace(writes=True), [*of.walk(p), "offsets", squares, indices, rows])
+    gives = [("indices", [total], torch.int64), ("distances", [total], of.queries.dtype)]
+    return p.returns(*p.call("torch.sort", _sorted, [squares, indices, rows], gives, writes=["indices", "distances"]))
+
+
+def _sorted(squares: Tensor, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """By row, then d², then index."""
     if squares.dtype == torch.float32:
         order = torch.sort((squares.view(torch.int32).long() << 32) | indices)[1]
     else:
         order = torch.sort(indices)[1]
         order = order[torch.sort(squares[order], stable=True)[1]]
-    return order[torch.sort(rows[order], stable=True)[1]]
+    order = order[torch.sort(rows[order], stable=True)[1]]
+    return indices[order], root(squares[order])
 
 
-def _problem(of: passes.Sides, radius: float) -> lists.Problem:
-    (B, M, D), N = of.queries.shape, of.points.shape[1]
-    return lists.Problem(B, M, N, of.segments, nodes_of(of.boxes), D, halves(radius * radius), of.queries.dtype, False)
-
-
-def backward(grad: Tensor, queries: Tensor, points: Tensor, *rest, needs: list[bool], deterministic: bool) -> list[Tensor]:
+def backward(
+    grad: Tensor, queries: Tensor, points: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool
+) -> tuple[Tensor, ...]:
     *_, offsets, indices, distances = rest
     queries, points = queries.contiguous(), points.contiguous()
     (B, M, _), N = queries.shape, points.shape[1]
@@ -55,32 +74,48 @@ def backward(grad: Tensor, queries: Tensor, points: Tensor, *rest, needs: list[b
     number = torch.arange(B * M, device=queries.device)
     rows = torch.repeat_interleave(number, offsets.diff(), output_size=indices.shape[0])
     keys = rows // max(1, M) * N + indices
-    here, there, wide = queries.flatten(0, 1), points.flatten(0, 1), accumulator(queries)
-    found = []
+    bounds = torch.stack([offsets[:-1], offsets[1:]]).int()
+    given = dict(queries=queries, points=points, slopes=slopes, rows=rows, keys=keys, bounds=bounds)
+    return _gradients(given, needs).bind()(*given.values())
+
+
+def _gradients(given: dict[str, Tensor], needs: Sequence[bool]) -> Pass:
+    """The pass that sums over the lists: those of each query as they are, those of each point sorted by it."""
+    queries, points, total = given["queries"], given["points"], given["keys"].shape[0]
+    (B, M, D), N, found = queries.shape, points.shape[1], []
+    p = Pass(queries.device, accumulator(queries), given)
     if needs[0]:
-        found.append(torch.empty_like(queries))
-        runs = pairs.Runs(rows, None, torch.stack([offsets[:-1], offsets[1:]]).int())
-        pairs.sums(runs, 1, keys, None, None, slopes, here, there, None, found[-1], wide)
+        found.append(p.buffer("d_queries", queries.shape, queries.dtype))
+        runs = pairs.Runs("rows", None, "bounds", total, B * M)
+        pairs.add_sums(p, runs, 1, "keys", None, pairs.Offsets("slopes", "queries", "points", found[-1], D), ["queries"])
     if needs[1]:
-        found.append(torch.empty_like(points))
-        pairs.sums(pairs.runs(keys, B * N), 1, rows, None, None, slopes, there, here, None, found[-1], wide)
-    return found
+        found.append(p.buffer("d_points", points.shape, points.dtype))
+        runs = pairs.add_runs(p, "keys", total, B * N)
+        pairs.add_sums(p, runs, 1, "rows", None, pairs.Offsets("slopes", "points", "queries", found[-1], D), ["points"])
+    return p.returns(*found)
 
 
-def plan(*args, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    """How long the lists are is not known, nor is what they take."""
+def plan(*args: Any, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
+    """How long the lists are is not known, nor is what they take: the plan is that of a short one, without its bytes."""
     *operands, radius = args
-    of = passes.sides(*operands)
-    steps = [("_list", ("offsets",)), ("torch.cumsum", ()), ("_list", ()), ("torch.sort", ("indices", "distances"))]
-    chosen = passes.chosen(lists.lists, _problem(of, radius), of.queries)
-    found = [
-        Kernel(name, writes, of.queries.dtype, Determinism.BATCH_INVARIANT, 0, "forward", *(chosen if name == "_list" else ()))
-        for name, writes in steps
-    ]
-    for name, need in zip(("queries", "points"), needs):
-        if need:
-            found += [
-                Kernel(kernel, (name,) if kernel == "_sums" else (), accumulator(of.queries), Determinism.RUN_TO_RUN, 0, "backward")
-                for kernel in (*(("torch.sort", "_runs") if name == "points" else ()), "_chunks", "_sums")
-            ]
-    return found
+    given, total = named(*operands[:2], None, *operands[2:]), pairs.CHUNK
+    (B, M, _), device = operands[0].shape, "meta"
+    offsets = torch.empty(B * M + 1, dtype=torch.int64, device=device)
+    found = _count(given, radius).plan("forward") + _fill(dict(given, offsets=offsets), radius, total).plan("forward")
+    if any(needs):
+        rows = torch.empty(total, dtype=torch.int64, device=device)
+        bounds = torch.empty(2, B * M, dtype=torch.int32, device=device)
+        slopes = torch.empty(total, dtype=operands[0].dtype, device=device)
+        lists = dict(slopes=slopes, rows=rows, keys=rows, bounds=bounds)
+        found += _gradients(dict(queries=operands[0], points=operands[1], **lists), needs).plan("backward")
+    return [replace(kernel, workspace=0) for kernel in found]
+
+
+def _pass(given: dict[str, Any]) -> Pass:
+    queries = given["queries"]
+    return Pass(queries.device, queries.dtype, given)
+
+
+def _problem(of: Sides, radius: float) -> lists.Problem:
+    (B, M, D), N = of.queries.shape, of.points.shape[1]
+    return lists.Problem(B, M, N, of.segments, nodes_of(of.boxes), D, halves(radius * radius), of.queries.dtype, False)

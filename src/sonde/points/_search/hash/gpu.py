@@ -7,27 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....op.gpu import cdiv, launch
-from ....op.plan import Determinism, Kernel
+from ....jit.steps import Pass
+from ....op.gpu import Launch, cdiv
 from .reference import START, STEP, bits_of
 
 BLOCK = 1024
 _START, _STEP = tl.constexpr(START), tl.constexpr(STEP)
 
 
-def forward(points: Tensor) -> Tensor:
+def forward_pass(points: Tensor) -> Pass:
     B, n = points.shape[0], points.shape[1] * points.shape[2]
-    found, blocks = torch.zeros(B, dtype=torch.int64, device=points.device), cdiv(n, BLOCK)
-    launch(_hash, (bits_of(points.contiguous()), found), (B * blocks, 1, 1), (n, blocks), (BLOCK,), 4)
-    return found
-
-
-def backward(*_args, needs: list[bool], deterministic: bool) -> list[Tensor]:
-    return []
-
-
-def plan(points: Tensor, *, needs: list[bool], deterministic: bool) -> list[Kernel]:
-    return [Kernel("_hash", ("hash",), torch.int64, Determinism.BATCH_INVARIANT)]
+    p, blocks = Pass(points.device, torch.int64, dict(points=points)), cdiv(n, BLOCK)
+    own = p.contiguous("points")
+    assert own is not None
+    found = p.buffer("hash", [B], torch.int64, fill=0)
+    bits = p.view("bits", own, bits_of)
+    p.start(_hash, [bits, found], Launch((B * blocks, 1, 1), (n, blocks), (BLOCK,), 4), writes=["hash"])
+    return p.returns(found).returning_one()
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....op.gpu import cdiv, launch
-from ....op.plan import Determinism, Kernel
+from ....jit.steps import Pass
+from ....op.gpu import Launch, cdiv
 from .reference import nodes
 
 LEAF = tl.constexpr(32)  # points of a leaf, leaves of a box, boxes of a larger one: as many as an int32 has bits
@@ -36,41 +36,38 @@ def levels(n: int) -> Levels:
     return Levels(leaves, cdiv(leaves, LEAF.value), cdiv(leaves, LEAF.value**2) if n > FLAT.value else 0)
 
 
-def build(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of points ``[B, N, D]``: order ``[B, N]``, sorted ``[B, N, D]``, boxes ``[B, nodes, 2, D]``."""
-    points = points.contiguous()
-    (B, N, D), device, count = points.shape, points.device, levels(points.shape[1])
-    S = 0 if point_offsets is None else len(point_offsets) - 1
+def build(points: Tensor, point_offsets: Tensor | None) -> Pass:
+    """The pass from points ``[B, N, D]`` to order ``[B, N]``, sorted ``[B, N, D]`` and boxes ``[B, nodes, 2, D]``."""
+    (B, N, D), count = points.shape, levels(points.shape[1])
+    p = Pass(points.device, points.dtype, dict(points=points, point_offsets=point_offsets))
+    S = 0 if point_offsets is None else point_offsets.shape[0] - 1
     room = nodes(N, 1 if point_offsets is None else S)
-    order = torch.empty(B, N, dtype=torch.int32, device=device)
-    ordered = torch.empty_like(points)
-    boxes = points.new_empty(B, room, 2, D)
+    order = p.buffer("order", (B, N), torch.int32)
+    ordered = p.buffer("sorted", (B, N, D), points.dtype)
+    boxes = p.buffer("boxes", (B, room, 2, D), points.dtype)
     if not B * N:
-        return order, ordered, boxes
-    blocks = cdiv(N, BLOCK)
-    keys = torch.empty(B, N, dtype=torch.int32 if point_offsets is None else torch.int64, device=device)
-    launch(_codes, (points, point_offsets, keys, boxes), (B * blocks, 1, 1), (N, S, blocks, room), (D, BLOCK), 4, fp_fusion=False)
-    keys, place = torch.sort(keys, dim=-1, stable=True)
-    tensors = (points, keys, place, order, ordered, boxes)
-    launch(_leaves, tensors, (B * count.boxes, 1, 1), (N, *count, room), (D,), 4, fp_fusion=False)
-    if count.tops:
-        launch(_tops, (boxes,), (B * count.tops, 1, 1), (*count, room), (D,), 1, fp_fusion=False)
-    return order, ordered, boxes
+        return p.returns(order, ordered, boxes)
+    own, blocks = p.contiguous("points"), cdiv(N, BLOCK)
+    key = torch.int32 if point_offsets is None else torch.int64
+    keys = p.buffer("keys", (B, N), key)
+    sizes = (N, S, blocks, room)
+    p.start(_codes, [own, "point_offsets", keys, boxes], Launch((B * blocks, 1, 1), sizes, (D, BLOCK), 4, fp_fusion=False))
+    gives = [("keys", (B, N), key), ("place", (B, N), torch.int64)]
+    keys, place = p.call("torch.sort", _sorted, [keys], gives, scratch=B * N * sort_scratch(key.itemsize))
+    launch = Launch((B * count.boxes, 1, 1), (N, *count, room), (D,), 4, fp_fusion=False)
+    p.start(_leaves, [own, keys, place, order, ordered, boxes], launch, writes=["order", "sorted", "boxes"])
+    p.start(_tops, [boxes], Launch((B * count.tops, 1, 1), (*count, room), (D,), 1, fp_fusion=False), writes=["boxes"])
+    return p.returns(order, ordered, boxes)
 
 
-def plan(points: Tensor, point_offsets: Tensor | None) -> list[Kernel]:
-    """What :func:`build` launches."""
-    B, N, _ = points.shape
-    count, key = levels(N), 4 if point_offsets is None else 8
-    room = B * N * (key + sorting(key))
-    names = ["_codes", "torch.sort", "_leaves", "_tops"][: 4 if count.tops else 3] if B * N else []
-    writes = {"_leaves": ("order", "sorted", "boxes"), "_tops": ("boxes",)}
-    return [Kernel(name, writes.get(name, ()), points.dtype, Determinism.BATCH_INVARIANT, room) for name in names]
+def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
+    ordered, place = torch.sort(keys, dim=-1, stable=True)
+    return ordered, place
 
 
-def sorting(key: int) -> int:
-    """Bytes that ``torch.sort`` takes for each key of that size: sorted keys, where they were, numbers to begin with, buffers."""
-    return (key + 8) + 8 + (key + 8)
+def sort_scratch(key: int) -> int:
+    """Bytes that ``torch.sort`` takes for itself for each key of that size: numbers to begin with, buffers of keys and numbers."""
+    return 8 + (key + 8)
 
 
 @triton.jit
