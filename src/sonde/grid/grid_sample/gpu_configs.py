@@ -156,10 +156,15 @@ def units(p: Problem) -> int:
 
 def launch(p: Problem, config: Config) -> Launch:
     groups = (p.B // max(1, p.inputs), p.B // max(1, p.grids))
-    sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out, *p.of_gradient, units(p), p.inputs)
+    sizes = (p.C, p.points, p.Z, p.H, p.W, *groups, *p.of_input, *p.of_grid, *p.of_out)
     out_vector = vector_of(p.out_vector, config.chunk) if p.out == "channels" else p.out_vector
     layout = (p.last, vector_of(p.vector, config.chunk), p.out == "channels", p.out == "points", out_vector)
     offset = tl.int64 if p.int64 else tl.int32
-    constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, p.stage, config.chunk, *config[:3])
+    constants = (p.dim, TAPS[p.mode], p.padding, p.align, accumulator(p.wide), offset, *layout, config.chunk, *config[:3])
     grid = (p.B * cdiv(p.points, config.block_p), cdiv(max(1, p.C), config.chunk), 1)
     return Launch(grid, sizes, constants, config.num_warps)
+
+
+def launch_gradients(p: Problem, config: Config) -> Launch:
+    plain = launch(p, config)
+    return plain._replace(sizes=(*plain.sizes, *p.of_gradient, units(p), p.inputs), constants=(p.stage, *plain.constants))

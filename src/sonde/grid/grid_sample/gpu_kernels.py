@@ -15,7 +15,7 @@ from ... import jit
 from .._device.axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
 from .._device.fixed_point import add, multiple
 from .._device.long_sums import MANY, nothing, plus, settled
-from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, sample_config
+from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, launch_gradients, sample_config
 
 # ---- what must come out -----------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def expected_gradients(p: Problem, grad: Tensor, input, grid: Tensor, d_input, d
 
 RUN_TIME = [
     "C", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "I_B", "I_C", "I_Z", "I_Y", "I_X", "G_B", "G_P", "G_D",
-    "O_B", "O_C", "O_P", "D_B", "D_C", "D_Z", "D_Y", "D_X", "DIGITS", "INPUTS",
+    "O_B", "O_C", "O_P",
 ]  # fmt: skip
 
 
@@ -94,13 +94,6 @@ def _sample(
     O_B,
     O_C,
     O_P,
-    D_B,
-    D_C,
-    D_Z,
-    D_Y,
-    D_X,
-    DIGITS,
-    INPUTS,
     DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAD: tl.constexpr,
@@ -112,7 +105,6 @@ def _sample(
     OUT_LAST: tl.constexpr,
     OUT_ROW: tl.constexpr,  # pixels of the result are neighbours
     OUT_VECTOR: tl.constexpr,
-    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -164,7 +156,7 @@ def _sample(
             tl.store(to, totals[k].to(out.dtype.element_ty), mask=in_p & (c < stop))
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=[*RUN_TIME, "D_B", "D_C", "D_Z", "D_Y", "D_X", "DIGITS", "INPUTS"])
 def _gradients(
     grad,  # [B, C, P]
     input,  # [B / INPUT_GROUP, C, Z, H, W]
@@ -198,6 +190,7 @@ def _gradients(
     D_X,
     DIGITS,
     INPUTS,
+    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
     DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAD: tl.constexpr,
@@ -209,7 +202,6 @@ def _gradients(
     OUT_LAST: tl.constexpr,
     OUT_ROW: tl.constexpr,
     OUT_VECTOR: tl.constexpr,
-    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -353,7 +345,7 @@ gradients = jit.kernel(
     "grid.sample_gradients",
     default=gradients_config,
     candidates=lambda p: candidate_configs(gradients_config(p), p),
-    launch=launch,
+    launch=launch_gradients,
     sizes=SIZES,
     batch=BATCH,
     writes=(3, 4),

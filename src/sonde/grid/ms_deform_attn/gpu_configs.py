@@ -96,6 +96,7 @@ def launch(p: Problem, config: Config) -> Launch:
     constants = (
         *(p.D, p.heads, p.L, p.P, p.row, p.vector, p.logits, p.table, p.mask),
         *(accumulator(p.wide), tl.int64 if p.int64 else tl.int32),
-        *(config.block_q, config.block_p, block_c, block_s, chunk, max(1, min(config.unroll, turns)), config.repeat, parts),
+        *(config.block_q, config.block_p, block_c, block_s, *(() if p.gradients else (chunk,))),
+        *(max(1, min(config.unroll, turns)), config.repeat, parts),
     )
     return Launch(grid, (p.S, p.Q, p.batch), constants, config.num_warps)

@@ -212,7 +212,6 @@ def _attend_gradients(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,  # no fewer than there are turns
-    TILES: tl.constexpr,
     UNROLL: tl.constexpr,
     REPEAT: tl.constexpr,
     PARTS: tl.constexpr,

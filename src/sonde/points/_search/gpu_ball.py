@@ -20,6 +20,7 @@ from ...op.gpu import accumulator, cdiv
 from .gpu_walk import (
     Config,
     block_of,
+    is_near,
     lowest,
     meet,
     near_points,
@@ -29,6 +30,7 @@ from .gpu_walk import (
     query_tile,
     rate_of,
     root,
+    start_walk,
     whole,
 )  # fmt: skip
 from .index.gpu_kernels import LEAF
@@ -120,7 +122,7 @@ def _ball(
 ):
     RAGGED: tl.constexpr = query_offsets is not None
     b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
-    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    row, in_q, live, q = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
     points += b * N * D
     if boxes is not None:
         boxes += b * NODES * (2 * D)
@@ -129,7 +131,7 @@ def _ball(
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     features += b * N * F + f
     rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
-    bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+    bound = tl.where(live, number(R_HIGH, R_LOW).to(q[0].dtype), -1.0)
 
     none = tl.zeros([BLOCK_Q], ACC)
     one = none + float("inf")  # the distance that weighs 1; it follows the nearest in leaps: few roundings scale what was summed
@@ -137,23 +139,18 @@ def _ball(
     total, total_lost = none, none
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
     lost = acc
-    zero = tl.program_id(0) * 0
-    leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
+    found, walk = tl.program_id(0) * 0, start_walk()
     while found >= 0:
-        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
-            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
-        )
-        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        found, walk = next_leaf(boxes, N, q, bound, walk, D, RAGGED)
+        bits = near_points(points, found, N, q, bound, D, RAGGED)
         if bits != 0:
             part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
             while bits != 0:
                 j = found * LEAF + lowest(bits)
                 bits = bits & (bits - 1)
-                _dx, _dy, _dz, d2, i = meet(points, order, j, x, y, z, D)
+                _dx, _dy, _dz, d2, i = meet(points, order, j, q, D)
                 value = tl.load(features + i.to(OFFSET) * F, mask=f < F, other=0).to(ACC)
-                here = (d2 <= bound) & (d2 < float("inf"))
-                if RAGGED:
-                    here = here & (j >= begin) & (j < end)
+                here = is_near(d2, bound, j, q, RAGGED)
                 d = root(d2).to(ACC)
                 one = tl.where(here & (one == float("inf")), d, one)
                 rise = (one - d) * rate
@@ -223,7 +220,7 @@ def _ball_gradients(
 ):
     RAGGED: tl.constexpr = query_offsets is not None
     b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
-    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    row, in_q, live, q = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
     points += b * N * D
     if boxes is not None:
         boxes += b * NODES * (2 * D)
@@ -235,7 +232,7 @@ def _ball_gradients(
     others += b * N * F
     mine = values + (b * M + row)[None, :] * F
     rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
-    bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+    bound = tl.where(live, number(R_HIGH, R_LOW).to(q[0].dtype), -1.0)
     if COLUMNS:
         levels += 2 * b * N
         delta += b * N
@@ -254,23 +251,18 @@ def _ball_gradients(
     p, chosen = none, none
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
     lost = acc
-    zero = tl.program_id(0) * 0
-    leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
+    found, walk = tl.program_id(0) * 0, start_walk()
     while found >= 0:
-        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
-            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
-        )
-        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        found, walk = next_leaf(boxes, N, q, bound, walk, D, RAGGED)
+        bits = near_points(points, found, N, q, bound, D, RAGGED)
         if bits != 0:
             pw, pa, pux, puy, puz, pg, pm = none, none, none, none, none, none, none  # sums over this leaf
             part = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
             while bits != 0:
                 j = found * LEAF + lowest(bits)
                 bits = bits & (bits - 1)
-                dx, dy, dz, d2, i = meet(points, order, j, x, y, z, D)
-                here = (d2 <= bound) & (d2 < float("inf"))
-                if RAGGED:
-                    here = here & (j >= begin) & (j < end)
+                dx, dy, dz, d2, i = meet(points, order, j, q, D)
+                here = is_near(d2, bound, j, q, RAGGED)
                 theirs = others + i.to(OFFSET) * F
                 if COLUMNS:
                     at = levels + 2 * i.to(tl.int64)
@@ -330,14 +322,14 @@ def _ball_gradients(
                 due = weight > 2 * chosen
                 if tl.max(due.to(tl.int32), 0) != 0:
                     chosen = tl.where(due, weight, chosen)
-                    q = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
-                    gx, lost_x = plus(gx, lost_x, (p - q) * ux0)
-                    gy, lost_y = plus(gy, lost_y, (p - q) * uy0)
-                    gz, lost_z = plus(gz, lost_z, (p - q) * uz0)
-                    along, lost_a = plus(along, lost_a, (p - q) * weight)
+                    mean = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
+                    gx, lost_x = plus(gx, lost_x, (p - mean) * ux0)
+                    gy, lost_y = plus(gy, lost_y, (p - mean) * uy0)
+                    gz, lost_z = plus(gz, lost_z, (p - mean) * uz0)
+                    along, lost_a = plus(along, lost_a, (p - mean) * weight)
                     if d_sigma is not None:
-                        moment, lost_m = plus(moment, lost_m, (p - q) * gap0)
-                    p = q
+                        moment, lost_m = plus(moment, lost_m, (p - mean) * gap0)
+                    p = mean
 
     if COORDINATES:
         gx, gy, gz = gx + lost_x, gy + lost_y, gz + lost_z

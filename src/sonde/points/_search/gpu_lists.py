@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ... import jit
 from ...op.gpu import cdiv
-from .gpu_walk import Config, lowest, meet, near_points, next_leaf, number, query_tile
+from .gpu_walk import Config, is_near, lowest, meet, near_points, next_leaf, number, query_tile, start_walk
 from .index.gpu_kernels import LEAF
 
 
@@ -68,31 +68,26 @@ def _list(
 ):
     RAGGED: tl.constexpr = query_offsets is not None
     b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
-    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    row, in_q, live, q = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
     points += b * N * D
     if boxes is not None:
         boxes += b * NODES * (2 * D)
     if order is not None:
         order += b * N
-    bound = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+    bound = tl.where(live, number(R_HIGH, R_LOW).to(q[0].dtype), -1.0)
     at = tl.zeros([BLOCK_Q], tl.int64)
     if WRITES:
         at = tl.load(offsets + b * M + row, mask=in_q, other=0)
 
-    zero = tl.program_id(0) * 0
-    leaf, leaves, box, inner, top, outer, ahead, found = zero, zero, zero, zero, zero, zero, zero, zero
+    found, walk = tl.program_id(0) * 0, start_walk()
     while found >= 0:
-        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
-            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
-        )
-        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        found, walk = next_leaf(boxes, N, q, bound, walk, D, RAGGED)
+        bits = near_points(points, found, N, q, bound, D, RAGGED)
         while bits != 0:
             j = found * LEAF + lowest(bits)
             bits = bits & (bits - 1)
-            _dx, _dy, _dz, d2, i = meet(points, order, j, x, y, z, D)
-            here = (d2 <= bound) & (d2 < float("inf"))
-            if RAGGED:
-                here = here & (j >= begin) & (j < end)
+            _dx, _dy, _dz, d2, i = meet(points, order, j, q, D)
+            here = is_near(d2, bound, j, q, RAGGED)
             if WRITES:
                 tl.store(squares + at, d2, mask=here)
                 tl.store(indices + at, tl.zeros_like(at) + i, mask=here)

@@ -14,7 +14,21 @@ import triton.language as tl
 
 from ... import jit
 from ...op.gpu import accumulator, cdiv, power_of_2
-from .gpu_walk import NONE, Config, first_bound, lowest, meet, near_points, next_leaf, number, query_tile, rate_of, root
+from .gpu_walk import (
+    NONE,
+    Config,
+    first_bound,
+    is_near,
+    lowest,
+    meet,
+    near_points,
+    next_leaf,
+    number,
+    query_tile,
+    rate_of,
+    root,
+    start_walk,
+)
 from .index.gpu_kernels import LEAF
 
 
@@ -102,43 +116,37 @@ def _nearest(
 ):
     RAGGED: tl.constexpr = query_offsets is not None
     b, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
-    row, in_q, live, x, y, z, begin, end = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
+    row, in_q, live, q = query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D, BLOCK_Q)
     points += b * N * D
     if boxes is not None:
         boxes += b * NODES * (2 * D)
     if order is not None:
         order += b * N
     if LIMITED:
-        limit = tl.where(live, number(R_HIGH, R_LOW).to(x.dtype), -1.0)
+        limit = tl.where(live, number(R_HIGH, R_LOW).to(q[0].dtype), -1.0)
         bound = limit
     else:
-        limit = tl.where(live, float("inf"), tl.zeros_like(x) - 1)
+        limit = tl.where(live, float("inf"), tl.zeros_like(q[0]) - 1)
         bound = limit
         if boxes is not None:
-            bound = tl.minimum(limit, first_bound(points, boxes, N, NODES, x, y, z, begin, end, D, K, SEED))
+            bound = tl.minimum(limit, first_bound(points, boxes, N, NODES, q, D, K, SEED))
 
     slot = tl.arange(0, BLOCK_K)[:, None]
-    best = tl.zeros([BLOCK_K, BLOCK_Q], x.dtype) + tl.where(slot < K, float("inf"), -1.0).to(x.dtype)
+    best = tl.zeros([BLOCK_K, BLOCK_Q], q[0].dtype) + tl.where(slot < K, float("inf"), -1.0).to(q[0].dtype)
     best_i = tl.zeros([BLOCK_K, BLOCK_Q], tl.int32) + tl.where(slot < K, NONE - slot, -1)  # every free one its own number
     worst = tl.max(best, 0)
     worst_i = tl.max(tl.where(best == worst[None, :], best_i, -1), 0)
     count = tl.zeros([BLOCK_Q], tl.int32)
 
-    zero = tl.program_id(0) * 0
-    leaf, leaves, box, inner, top, outer, ahead = zero, zero, zero, zero, zero, zero, zero
-    found = zero
+    found, walk = tl.program_id(0) * 0, start_walk()
     while found >= 0:
-        found, leaf, leaves, box, inner, top, outer, ahead = next_leaf(
-            boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D, RAGGED
-        )
-        bits = near_points(points, found, N, x, y, z, bound, begin, end, D, RAGGED)
+        found, walk = next_leaf(boxes, N, q, bound, walk, D, RAGGED)
+        bits = near_points(points, found, N, q, bound, D, RAGGED)
         while bits != 0:
             j = found * LEAF + lowest(bits)
             bits = bits & (bits - 1)
-            _dx, _dy, _dz, d, i = meet(points, order, j, x, y, z, D)
-            here = (d <= limit) & (d < float("inf"))
-            if RAGGED:
-                here = here & (j >= begin) & (j < end)
+            _dx, _dy, _dz, d, i = meet(points, order, j, q, D)
+            here = is_near(d, limit, j, q, RAGGED)
             if LIMITED:
                 count += here.to(tl.int32)
             better = here & ((d < worst) | ((d == worst) & (i < worst_i)))

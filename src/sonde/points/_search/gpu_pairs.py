@@ -218,11 +218,13 @@ def add_sums(
     tiles_f = max(1, cdiv(F, block_f))
     partial = p.buffer("partial", [chunks, F + D], p.accumulator)
     block_t = max(1, min(8, 512 // block_f))
-    takes = [of.keys, of.place, of.bounds, source, weights, rows, slopes, here, there, partial]
+    takes = [source, weights, rows, slopes, here, there, partial]
     constants = (D, k, block_f, accumulator(p.accumulator), CHUNK)
-    p.start(_chunks, takes, Launch((chunks, tiles_f, 1), (n, T, F), (*constants, max(2, 512 // block_f)), 1), promise=same)
+    launch = Launch((chunks, tiles_f, 1), (T, F), (*constants, max(2, 512 // block_f)), 1)
+    p.start(_chunks, [of.keys, of.place, *takes], launch, promise=same)
     grid = (cdiv(T, block_t), tiles_f, 1)
-    p.start(_sums, [*takes, d_rows, d_here], Launch(grid, (n, T, F), (*constants, block_t), 1), writes=writes, promise=same)
+    launch = Launch(grid, (T, F), (*constants, block_t), 1)
+    p.start(_sums, [of.bounds, of.place, *takes, d_rows, d_here], launch, writes=writes, promise=same)
 
 
 @triton.jit(do_not_specialize=["P", "T"])
@@ -254,11 +256,10 @@ def pair_of(place, source, i, in_i, K: tl.constexpr):
     return n, other
 
 
-@triton.jit(do_not_specialize=["P", "T", "F"])
+@triton.jit(do_not_specialize=["T", "F"])
 def _chunks(
     keys,  # [P], sorted
     place,  # [P]
-    bounds,  # [2, T]
     source,  # [P]
     weights,  # [P]
     rows,  # [R, F]
@@ -266,7 +267,6 @@ def _chunks(
     here,  # [T, D]
     there,  # [R, D]
     partial,  # [chunks, F + D]
-    P,
     T,
     F,
     D: tl.constexpr,
@@ -317,11 +317,10 @@ def pull(here, target, there, other, slopes, n, in_i, D: tl.constexpr, ACC: tl.c
     return ux, uy, tl.where(live, slope * (z - pz).to(ACC), 0.0)
 
 
-@triton.jit(do_not_specialize=["P", "T", "F"])
+@triton.jit(do_not_specialize=["T", "F"])
 def _sums(
-    keys,  # [P], sorted
-    place,  # [P]
     bounds,  # [2, T]
+    place,  # [P]
     source,  # [P]
     weights,  # [P]
     rows,  # [R, F]
@@ -331,7 +330,6 @@ def _sums(
     partial,  # [chunks, F + D]
     d_rows,  # [T, F]
     d_here,  # [T, D]
-    P,
     T,
     F,
     D: tl.constexpr,

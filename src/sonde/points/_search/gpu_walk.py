@@ -126,9 +126,10 @@ def as_bits(hit):
 
 @triton.jit
 def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The queries of a program: row in the results, coordinates, whether they can have neighbours, and between which places.
+    """The queries of a program: their rows in the results, which there are, which can have neighbours, and ``q``.
 
-    A ragged batch has its own points for each segment of the queries, from `first` up to `last`.
+    That is (x, y, z, begin, end): coordinates, and between which places each has its points. A ragged batch has points of its
+    own for each segment of the queries; elsewhere all points are everybody's.
     """
     at = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     in_q = at < M
@@ -145,12 +146,13 @@ def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, 
         last = tl.load(point_offsets + s + 1, mask=live, other=0)
         first = tl.minimum(tl.maximum(first, 0), N).to(tl.int32)  # whatever the offsets are
         last = tl.minimum(tl.maximum(last, 0), N).to(tl.int32)
-    return row, in_q, live, x, y, z, first, last
+    return row, in_q, live, (x, y, z, first, last)
 
 
 @triton.jit
-def meet(points, order, j, x, y, z, D: tl.constexpr):
+def meet(points, order, j, q, D: tl.constexpr):
     """What a tile's queries have to do with point j: differences, their square, and the number of that point."""
+    x, y, z, _begin, _end = q
     at = points + j.to(tl.int64) * D
     dx, dy, dz = x - tl.load(at), y, z
     if D > 1:
@@ -164,8 +166,19 @@ def meet(points, order, j, x, y, z, D: tl.constexpr):
 
 
 @triton.jit
-def near_boxes(boxes, first, count, span, x, y, z, bound, begin, end, D: tl.constexpr, RAGGED: tl.constexpr):
+def is_near(d, bound, j, q, RAGGED: tl.constexpr):
+    """Which queries have point j, at the squared distance d, within their bound and among their own."""
+    _x, _y, _z, begin, end = q
+    here = (d <= bound) & (d < float("inf"))
+    if RAGGED:
+        here = here & (j >= begin) & (j < end)
+    return here
+
+
+@triton.jit
+def near_boxes(boxes, first, count, span, q, bound, D: tl.constexpr, RAGGED: tl.constexpr):
     """Bits of the boxes from `first` on, of `span` points each, that come within a query's bound."""
+    x, y, z, begin, end = q
     i = first + tl.arange(0, LEAF)[:, None]
     d = box_distance(boxes, i.to(tl.int64), i < count, x[None, :], y[None, :], z[None, :], D)
     hit = (d <= bound[None, :]) & (d < float("inf"))
@@ -175,8 +188,9 @@ def near_boxes(boxes, first, count, span, x, y, z, bound, begin, end, D: tl.cons
 
 
 @triton.jit
-def near_points(points, leaf, N, x, y, z, bound, begin, end, D: tl.constexpr, RAGGED: tl.constexpr):
+def near_points(points, leaf, N, q, bound, D: tl.constexpr, RAGGED: tl.constexpr):
     """Bits of the points of a leaf that are within a query's bound."""
+    x, y, z, begin, end = q
     j = leaf * LEAF + tl.arange(0, LEAF)[:, None]
     px, py, pz = coordinates(points, j.to(tl.int64), (j < N) & (leaf >= 0), D)
     d = squared(x[None, :] - px, y[None, :] - py, z[None, :] - pz)
@@ -187,13 +201,20 @@ def near_points(points, leaf, N, x, y, z, bound, begin, end, D: tl.constexpr, RA
 
 
 @triton.jit
-def next_leaf(
-    boxes, N, x, y, z, bound, begin, end, leaf, leaves, box, inner, top, outer, ahead, D: tl.constexpr, RAGGED: tl.constexpr
-):
-    """The next leaf to look at, and what is left: `leaves` counted from `leaf`, `inner` boxes from `box`, `outer` ones from `top`.
+def start_walk():
+    """A walk that has seen nothing: what :func:`next_leaf` takes and returns."""
+    zero = tl.program_id(0) * 0
+    return zero, zero, zero, zero, zero, zero, zero
 
-    `ahead` is the first of the outermost boxes that nobody has looked at. Without `boxes`, leaves just follow each other.
+
+@triton.jit
+def next_leaf(boxes, N, q, bound, walk, D: tl.constexpr, RAGGED: tl.constexpr):
+    """The next leaf to look at, −1 at the end, and what is left of the walk.
+
+    That is: `leaves` counted from `leaf`, `inner` boxes from `box`, `outer` ones from `top`, each as bits; `ahead` is the first of
+    the outermost boxes that nobody has looked at. Without `boxes`, leaves just follow each other.
     """
+    leaf, leaves, box, inner, top, outer, ahead = walk
     if boxes is None:
         found = tl.where(ahead * LEAF < N, ahead, -1)
         ahead += 1
@@ -213,7 +234,7 @@ def next_leaf(
             before = tl.where(high, LEAVES + BOXES, tl.where(middle, LEAVES, 0))
             span = tl.where(high, LEAF * LEAF * LEAF, tl.where(middle, LEAF * LEAF, LEAF))
             level = boxes + before.to(tl.int64) * (2 * D)
-            bits = near_boxes(level, first, count, span, x, y, z, bound, begin, end, D, RAGGED)
+            bits = near_boxes(level, first, count, span, q, bound, D, RAGGED)
             outer = tl.where(high, bits, tl.where(up, outer & (outer - 1), outer))
             top = tl.where(high, first, top)
             inner = tl.where(middle, bits, inner & (inner - 1))
@@ -223,12 +244,13 @@ def next_leaf(
             ahead = tl.where(far, ahead + LEAF, ahead)
         found = tl.where(leaves != 0, leaf + lowest(leaves), -1)
         leaves = leaves & (leaves - 1)
-    return found, leaf, leaves, box, inner, top, outer, ahead
+    return found, (leaf, leaves, box, inner, top, outer, ahead)
 
 
 @triton.jit
-def first_bound(points, boxes, N, NODES, x, y, z, begin, end, D: tl.constexpr, K: tl.constexpr, SEED: tl.constexpr):
+def first_bound(points, boxes, N, NODES, q, D: tl.constexpr, K: tl.constexpr, SEED: tl.constexpr):
     """A squared distance within which each query has K neighbours for sure: among the SEED points around its place on the curve."""
+    x, y, z, begin, end = q
     LEAVES = tl.cdiv(N, LEAF)
     BOXES = tl.cdiv(N, LEAF * LEAF)
     TOPS = tl.where(N > FLAT, tl.cdiv(BOXES, LEAF), 0)
