@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonde.op import memory
+from sonde.op import memory, torch_private
 from sonde.op.cache import forget_calls
 from sonde.points._search.reference import searching_in
 
@@ -355,11 +355,10 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         return buffer.as_strided(t.shape, t.stride(), pad)
 
     forget_calls()  # what was decided has found its functions
-    reused, memory._use_count = memory._use_count, None
+    reused, memory.CAN_COUNT_OWNERS = memory.CAN_COUNT_OWNERS, False
     owners: list[tuple] = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
-    guards = torch._C._dynamo.guards
-    owners += [(guards, n) for n in ("_empty_strided_cpu", "_empty_strided_cuda") if hasattr(guards, n)]
+    owners += [(torch_private, n) for n in ("_empty_strided_cpu", "_empty_strided_cuda") if getattr(torch_private, n)]
     before = [(owner, n, n in vars(owner), getattr(owner, n)) for owner, n in owners]
     for owner, n, _, real in before:
         setattr(owner, n, lambda *a, _real=real, **k: fence(_real(*a, **k)))
@@ -371,7 +370,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
                 setattr(owner, n, real)
             else:
                 delattr(owner, n)
-        memory._use_count = reused
+        memory.CAN_COUNT_OWNERS = reused
         forget_calls()
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
@@ -460,8 +459,8 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
 
     _around(monkeypatch, operator.kernels(impl), watch)
     for device in ("cpu", "cuda"):  # no mode sees what these do
-        monkeypatch.delattr(torch._C._dynamo.guards, f"_empty_strided_{device}", raising=False)
-    monkeypatch.setattr(memory, "_use_count", None)  # nor memory that is used again
+        monkeypatch.setattr(torch_private, f"_empty_strided_{device}", None)
+    monkeypatch.setattr(memory, "CAN_COUNT_OWNERS", False)  # nor memory that is used again
     return found
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +26,30 @@ def python(code: str, **env: str) -> str:
     return done.stdout.strip()
 
 
+OURS = "import sys, torch; before = set(sys.modules); import sonde, json; print(json.dumps(sorted(set(sys.modules) - before)))"
+STANDARD = {"decimal", "fractions", "numbers", "statistics", "sqlite3", "json"}  # of Python's own, small ones
+
+
 def test_import_is_cheap():
-    """Under 0.3 s beyond torch."""
-    code = "import time, torch; t = time.perf_counter(); import sonde; print(time.perf_counter() - t)"
-    assert statistics.median(float(python(code)) for _ in range(3)) < 0.3
+    """In processor time, of which other work on the machine takes none: at most 0.15 of what torch takes.
+
+    It is 0.05. Numba would add 0.2, SymPy 0.3, torch's compiler 0.7; the next test names those that take less.
+    """
+    code = (
+        "import time; start = time.process_time(); import torch; middle = time.process_time(); import sonde; "
+        "print((time.process_time() - middle) / (middle - start))"
+    )
+    assert min(float(python(code)) for _ in range(3)) < 0.15
 
 
 def test_import_loads_no_compiler():
-    """Neither triton nor numba nor anything for the terminal is loaded before it is needed."""
-    code = "import sys, torch; before = set(sys.modules); import sonde, json; print(json.dumps(sorted(set(sys.modules) - before)))"
-    loaded = {name.split(".")[0] for name in json.loads(python(code))}
-    assert not loaded & {"triton", "numba", "llvmlite", "rich", "matplotlib", "scipy", "pandas", "hypothesis", "pytest"}
-    assert "sonde" in loaded
+    """Beyond torch nothing but our own modules and a few small ones of Python's: no compiler, nothing for the terminal."""
+    loaded = json.loads(python(OURS))
+    heavy = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx.experimental", "torch.distributed", "torch.onnx")
+    assert not [name for name in loaded if name.startswith(heavy)]
+    packages = {name.split(".")[0].lstrip("_") for name in loaded}
+    assert packages <= {"sonde", "torch"} | STANDARD
+    assert "sonde" in packages
 
 
 BLOCKED = """

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import plain
@@ -43,6 +44,21 @@ def assert_same(layer: nn.Module, twin: nn.Module, inputs: list[Tensor], call, c
     for name, want in found[1].items():
         torch.testing.assert_close(found[0][name], want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
         assert want.abs().max() > 1e-6, f"{name} is tested by zeros"
+
+
+class Nothing(TorchDispatchMode):
+    """Nothing is computed."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called before all arguments were checked")
+
+
+def assert_refused(error: type, text: str, function, *args, **options) -> None:
+    """In words that say what came, before anything is computed."""
+    with Nothing(), pytest.raises(error) as found:
+        function(*args, **options)
+    assert text in str(found.value)
+    assert "; got " in str(found.value)
 
 
 # ---- GridSample ---------------------------------------------------------------------------------------------------------
@@ -188,6 +204,85 @@ def test_attention_refuses():
     for mask in (torch.zeros(1, S), torch.zeros(1, S + 1, dtype=torch.bool), torch.zeros(S, dtype=torch.bool)):
         with pytest.raises(ValueError, match=rf"input_padding_mask must be bool \[1, {S}\], .* got torch"):
             attention()(torch.zeros(1, 5, 16), torch.zeros(1, 5, 3, 2), torch.zeros(1, S, 16), LEVELS, None, mask)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (dict(n_heads=0), ValueError),
+        (dict(n_heads=-4), ValueError),
+        (dict(d_model=0), ValueError),
+        (dict(n_levels=0), ValueError),
+        (dict(n_points=-1), ValueError),
+        (dict(n_heads=True), TypeError),
+        (dict(n_points=2.0), TypeError),
+        (dict(d_model="16"), TypeError),
+        (dict(n_levels=None), TypeError),
+    ],
+    ids=str,
+)
+def test_attention_of_no_such_sizes(wrong, error):
+    with pytest.raises(error, match=rf"MSDeformAttn: {next(iter(wrong))} must be an integer >= 1; got"):
+        attention(**wrong)
+
+
+POINTS, WRONG_LEVELS = "reference_points must be", "input_spatial_shapes must be integers [L, 2]"
+ATTENTION_REFUSES = {
+    "query_list": (dict(query=[1.0]), TypeError, "query must be a tensor [B, Q, 16]"),
+    "query_none": (dict(query=None), TypeError, "query must be a tensor"),
+    "query_rank": (dict(query=torch.zeros(5, 16)), ValueError, "query must have 3 dimensions"),
+    "query_channels": (dict(query=torch.zeros(1, 5, 8)), ValueError, "query must be [B, Q, 16]"),
+    "query_integers": (dict(query=torch.zeros(1, 5, 16).long()), TypeError, "query must be float16"),
+    "pixels_list": (dict(input_flatten=[torch.zeros(1, S, 16)]), TypeError, "input_flatten must be a tensor [B, S, 16]"),
+    "pixels_batch": (dict(input_flatten=torch.zeros(2, S, 16)), ValueError, "input_flatten must be [B, S, 16] with B=1"),
+    "pixels_device": (dict(input_flatten=torch.zeros(1, S, 16, device="meta")), ValueError, "input_flatten must be on cpu"),
+    "pixels_rows": (dict(input_flatten=torch.zeros(1, S + 1, 16)), ValueError, f"input_spatial_shapes must sum to the {S + 1}"),
+    "points_list": (dict(reference_points=[[0.5, 0.5]]), TypeError, f"{POINTS} a tensor"),
+    "points_last": (dict(reference_points=torch.zeros(1, 5, 3, 3)), ValueError, f"{POINTS} points [B, Q, L, 2] or boxes"),
+    "points_rank": (dict(reference_points=torch.zeros(5, 3, 2)), ValueError, f"{POINTS} points [B, Q, L, 2] or boxes"),
+    "points_levels": (dict(reference_points=torch.zeros(1, 5, 2, 2)), ValueError, f"{POINTS} [B, Q, L, 2] with B=1, Q=5, L=3"),
+    "points_queries": (dict(reference_points=torch.zeros(1, 4, 3, 4)), ValueError, f"{POINTS} [B, Q, L, 4] with B=1, Q=5, L=3"),
+    "points_integers": (dict(reference_points=torch.zeros(1, 5, 3, 2).int()), TypeError, f"{POINTS} float16"),
+    "points_device": (dict(reference_points=torch.zeros(1, 5, 3, 2, device="meta")), ValueError, f"{POINTS} on cpu"),
+    "shapes_none": (dict(input_spatial_shapes=None), TypeError, WRONG_LEVELS),
+    "shapes_text": (dict(input_spatial_shapes="x"), TypeError, WRONG_LEVELS),
+    "shapes_floats": (dict(input_spatial_shapes=torch.tensor(LEVELS).float()), TypeError, "input_spatial_shapes must be an int64"),
+    "shapes_bools": (dict(input_spatial_shapes=[(True, True)] * 3), TypeError, WRONG_LEVELS),
+    "shapes_triples": (dict(input_spatial_shapes=[(1, 2, 3)] * 3), ValueError, WRONG_LEVELS),
+    "shapes_levels": (
+        dict(input_spatial_shapes=LEVELS[:2]),
+        ValueError,
+        "input_spatial_shapes must be [L, 2] with L=3 (from n_levels)",
+    ),
+    "shapes_negative": (dict(input_spatial_shapes=[(-6, -9), *LEVELS[1:]]), ValueError, "input_spatial_shapes must be (h, w)"),
+    "starts_levels": (dict(input_level_start_index=[0, 54]), ValueError, "input_level_start_index must be [L] = [3]"),
+    "starts_outside": (dict(input_level_start_index=[0, 54, S]), ValueError, "input_level_start_index must leave every level"),
+    "starts_text": (dict(input_level_start_index="0"), TypeError, "input_level_start_index must be integers [L]"),
+    "mask_text": (dict(input_padding_mask="x"), TypeError, f"input_padding_mask must be bool [1, {S}]"),
+    "mask_list": (dict(input_padding_mask=[[True] * S]), TypeError, f"input_padding_mask must be bool [1, {S}]"),
+    "mask_floats": (dict(input_padding_mask=torch.zeros(1, S)), ValueError, f"input_padding_mask must be bool [1, {S}]"),
+    "mask_shape": (dict(input_padding_mask=torch.zeros(1, S, 1).bool()), ValueError, f"input_padding_mask must be bool [1, {S}]"),
+    "mask_device": (
+        dict(input_padding_mask=torch.zeros(1, S, device="meta").bool()),
+        ValueError,
+        "input_padding_mask must be bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_REFUSES)
+def test_attention_refuses_arguments(name):
+    wrong, error, text = ATTENTION_REFUSES[name]
+    right = dict(query=torch.zeros(1, 5, 16), reference_points=torch.zeros(1, 5, 3, 2), input_flatten=torch.zeros(1, S, 16))
+    assert_refused(error, f"MSDeformAttn: {text}", attention(), **{**right, "input_spatial_shapes": LEVELS, **wrong})
+
+
+def test_reference_points_broadcast():
+    """RT-DETR has one box for all levels."""
+    torch.manual_seed(0)
+    layer, query, pixels = filled(attention()), leaf(2, 5, 16), leaf(2, S, 16)
+    box = torch.rand(2, 5, 1, 4, dtype=torch.float64)
+    assert torch.equal(layer(query, box, pixels, LEVELS), layer(query, box.expand(2, 5, 3, 4), pixels, LEVELS))
 
 
 # ---- key points and DeformableFeatureAggregation ------------------------------------------------------------------------
@@ -369,6 +464,153 @@ def test_aggregation_refuses():
     aggregation(temporal_fusion_module=None)
     with pytest.raises(ValueError, match="'SparsePoint3DKeyPointsGenerator' is not known here; pass the module itself"):
         aggregation(kps_generator=dict(type="SparsePoint3DKeyPointsGenerator"))
+
+
+class NoPoints(nn.Module):
+    """A generator that does not say how many points it makes."""
+
+
+class WrongPoints(nn.Module):
+    num_pts = 4
+
+    def forward(self, anchor, instance_feature):
+        return torch.zeros(2, 12, 5, 3, dtype=torch.float64)
+
+
+WRONG_OPTIONS = {
+    "no_groups": (dict(num_groups=0), ValueError, "num_groups must be an integer >= 1"),
+    "groups_bool": (dict(num_groups=True), TypeError, "num_groups must be an integer >= 1"),
+    "no_cameras": (dict(num_cams=0), ValueError, "num_cams must be an integer >= 1"),
+    "levels_negative": (dict(num_levels=-1), ValueError, "num_levels must be an integer >= 1"),
+    "channels_float": (dict(embed_dims=16.0), TypeError, "embed_dims must be an integer >= 1"),
+    "drop_text": (dict(proj_drop="0.1"), TypeError, "proj_drop must be a number in [0, 1]"),
+    "drop_large": (dict(proj_drop=1.5), ValueError, "proj_drop must be a number in [0, 1]"),
+    "drop_nan": (dict(attn_drop=math.nan), ValueError, "attn_drop must be a number in [0, 1)"),
+    "drop_all": (dict(attn_drop=1.0), ValueError, "attn_drop must be a number in [0, 1)"),
+    "drop_bool": (dict(attn_drop=True), TypeError, "attn_drop must be a number in [0, 1)"),
+    "flag": (dict(use_camera_embed="yes"), TypeError, "use_camera_embed must be True or False"),
+    "function": (dict(use_deformable_func=None), TypeError, "use_deformable_func must be True or False"),
+    "residual": (dict(residual_mode=[1]), ValueError, "residual_mode must be 'add', 'cat' or None"),
+    "generator_list": (dict(kps_generator=[1]), TypeError, "kps_generator must be a module"),
+    "generator_text": (dict(kps_generator="points"), TypeError, "kps_generator must be a module"),
+    "generator_option": (dict(kps_generator=dict(pts=3)), ValueError, "kps_generator must be options of"),
+    "generator_without_count": (dict(kps_generator=NoPoints()), TypeError, "kps_generator must have num_pts"),
+    "learnable": (dict(kps_generator=dict(num_learnable_pts=-1)), ValueError, "num_learnable_pts must be an integer >= 0"),
+    "learnable_bool": (dict(kps_generator=dict(num_learnable_pts=True)), TypeError, "num_learnable_pts must be an integer >= 0"),
+    "fixed_text": (dict(kps_generator=dict(fix_scale="x")), TypeError, "fix_scale must be numbers [fixed, 3]"),
+    "fixed_ragged": (dict(kps_generator=dict(fix_scale=[[0, 0, 0], [1]])), TypeError, "fix_scale must be numbers [fixed, 3]"),
+    "fixed_flat": (dict(kps_generator=dict(fix_scale=[0, 0, 0])), ValueError, "fix_scale must be [fixed, 3]"),
+    "fixed_pairs": (dict(kps_generator=dict(fix_scale=[[0, 0]])), ValueError, "fix_scale must be [fixed, 3]"),
+    "fixed_none": (dict(kps_generator=dict(fix_scale=torch.zeros(0, 3))), ValueError, "fix_scale must have a point"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_aggregation_of_no_such_options(name):
+    wrong, error, text = WRONG_OPTIONS[name]
+    with pytest.raises(error) as found:
+        aggregation(**wrong)
+    assert text in str(found.value)
+    assert "got " in str(found.value)
+
+
+def of_metas(**changes):
+    """Those of `scene` with some changed; None leaves one out."""
+    metas = {**scene()[2], **changes}
+    return dict(metas={key: x for key, x in metas.items() if x is not None})
+
+
+def of_rows(**changes):
+    """Formatted maps with some of the three parts changed."""
+    formatted = dict(zip(("features", "shapes", "starts"), sonde.feature_maps_format(scene()[1])))
+    return dict(feature_maps=list({**formatted, **changes}.values()))
+
+
+ROW, PROJECTION, SIZES = torch.zeros(2, 12, 16), "metas['projection_mat'] must be", "metas['image_wh'] must be"
+AGGREGATION_REFUSES = {
+    "instance_list": (dict(instance_feature=[1]), TypeError, "instance_feature must be a tensor [B, A, 16]"),
+    "instance_channels": (dict(instance_feature=torch.zeros(2, 12, 8)), ValueError, "instance_feature must be [B, A, 16]"),
+    "embed_none": (dict(anchor_embed=None), TypeError, "anchor_embed must be a tensor [B, A, 16]"),
+    "embed_anchors": (dict(anchor_embed=torch.zeros(2, 11, 16)), ValueError, "anchor_embed must be [B, A, 16] with B=2"),
+    "anchor_none": (dict(anchor=None), TypeError, "anchor must be a tensor"),
+    "anchor_short": (dict(anchor=torch.zeros(2, 12, 7)), ValueError, "anchor must be boxes"),
+    "anchor_rank": (dict(anchor=torch.zeros(12, 11)), ValueError, "anchor must have 3 dimensions"),
+    "anchor_integers": (dict(anchor=torch.zeros(2, 12, 11).long()), TypeError, "anchor must be float16"),
+    "anchor_count": (dict(anchor=torch.zeros(2, 11, 11)), ValueError, "instance_feature must be [B, A, 16] with B=2"),
+    "maps_none": (dict(feature_maps=None), TypeError, "feature_maps must be maps [B, cams, C, H, W]"),
+    "maps_empty": (dict(feature_maps=[]), TypeError, "feature_maps must be maps [B, cams, C, H, W]"),
+    "maps_tensor": (dict(feature_maps=torch.zeros(2, 3, 16, 6, 8)), TypeError, "feature_maps must be maps [B, cams, C, H, W]"),
+    "maps_groups": (
+        dict(feature_maps=[[torch.zeros(2, 3, 16, 6, 8)]]),
+        TypeError,
+        "sonde.compat.sparsedrive.feature_maps_format takes groups",
+    ),
+    "maps_text": (dict(feature_maps=["a", "b"]), TypeError, "feature_maps must be maps [B, cams, C, H, W]"),
+    "maps_second": (dict(feature_maps=[torch.zeros(2, 3, 16, 6, 8), None]), TypeError, "feature_maps[1] must be a tensor"),
+    "maps_rank": (dict(feature_maps=[torch.zeros(6, 16, 6, 8)] * 2), ValueError, "feature_maps[0] must have 5 dimensions"),
+    "maps_levels": (dict(feature_maps=[torch.zeros(2, 3, 16, 6, 8)]), ValueError, "feature_maps must have num_levels=2"),
+    "maps_cameras": (dict(feature_maps=[torch.zeros(2, 2, 16, 6, 8)] * 2), ValueError, "feature_maps[0] must be [B, 3, 16, H, W]"),
+    "maps_batch": (dict(feature_maps=[torch.zeros(1, 3, 16, 6, 8)] * 2), ValueError, "feature_maps[0] must be [B, 3, 16, H, W]"),
+    "maps_channels": (dict(feature_maps=[torch.zeros(2, 3, 8, 6, 8)] * 2), ValueError, "feature_maps[0] must be [B, 3, 16, H, W]"),
+    "maps_device": (
+        dict(feature_maps=[torch.zeros(2, 3, 16, 6, 8, device="meta")] * 2),
+        ValueError,
+        "feature_maps[0] must be on cpu",
+    ),
+    "rows_two": (dict(feature_maps=[ROW, [[(3, 4)]]]), ValueError, "(features, spatial_shapes, level_starts)"),
+    "rows_batch": (of_rows(features=torch.zeros(1, 180, 16)), ValueError, "feature_maps[0] must be [B, S, 16]"),
+    "rows_count": (
+        of_rows(features=torch.zeros(2, 181, 16)),
+        ValueError,
+        "feature_maps[1] must sum to the 181 rows of feature_maps[0]",
+    ),
+    "rows_shapes": (of_rows(shapes="x"), TypeError, "feature_maps[1] must be integers [cams, L, 2]"),
+    "rows_cameras": (of_rows(shapes=[[(6, 8), (3, 4)]]), ValueError, "feature_maps["),
+    "rows_starts": (of_rows(starts=[[0, 48]]), ValueError, "feature_maps[2] must be [cams, L]"),
+    "metas_none": (dict(metas=None), TypeError, "metas must be a dictionary with 'projection_mat'"),
+    "metas_list": (dict(metas=[{}]), TypeError, "metas must be a dictionary with 'projection_mat'"),
+    "metas_tensor": (dict(metas=torch.eye(4)), TypeError, "metas must be a dictionary with 'projection_mat'"),
+    "metas_empty": (dict(metas={}), ValueError, "metas must have 'projection_mat'"),
+    "metas_without": (of_metas(projection_mat=None), ValueError, "metas must have 'projection_mat'"),
+    "projection_none": (dict(metas={"projection_mat": None}), TypeError, f"{PROJECTION} a tensor"),
+    "projection_list": (of_metas(projection_mat=[torch.eye(4)] * 3), TypeError, f"{PROJECTION} a tensor"),
+    "projection_square": (of_metas(projection_mat=torch.zeros(2, 3, 3, 3)), ValueError, f"{PROJECTION} [B, 3, 3, 4] with B=2"),
+    "projection_rank": (of_metas(projection_mat=torch.zeros(3, 4, 4)), ValueError, f"{PROJECTION} [B, 3, 4, 4] with B=2"),
+    "projection_cameras": (of_metas(projection_mat=torch.zeros(2, 6, 4, 4)), ValueError, f"{PROJECTION} [B, 3, 4, 4] with B=2"),
+    "projection_one": (of_metas(projection_mat=torch.zeros(2, 1, 4, 4)), ValueError, f"{PROJECTION} [B, 3, 4, 4] with B=2"),
+    "projection_batch": (of_metas(projection_mat=torch.zeros(3, 3, 4, 4)), ValueError, f"{PROJECTION} [B, 3, 4, 4] with B=2"),
+    "projection_integers": (of_metas(projection_mat=torch.zeros(2, 3, 4, 4).long()), TypeError, f"{PROJECTION} float16"),
+    "projection_device": (of_metas(projection_mat=torch.zeros(2, 3, 4, 4, device="meta")), ValueError, f"{PROJECTION} on cpu"),
+    "sizes_tuple": (of_metas(image_wh=(64, 48)), TypeError, f"{SIZES} a tensor [B, cams, 2]"),
+    "sizes_text": (of_metas(image_wh="64x48"), TypeError, f"{SIZES} a tensor [B, cams, 2]"),
+    "sizes_flat": (of_metas(image_wh=torch.tensor([64.0, 48.0])), ValueError, f"{SIZES} [B, cams, 2] with B=2, cams=3"),
+    "sizes_cameras": (of_metas(image_wh=torch.ones(2, 2, 2)), ValueError, f"{SIZES} [B, cams, 2] with B=2, cams=3"),
+    "sizes_last": (of_metas(image_wh=torch.ones(2, 3, 3)), ValueError, f"{SIZES} [B, cams, 2] with B=2, cams=3"),
+    "sizes_bool": (of_metas(image_wh=torch.ones(2, 3, 2).bool()), TypeError, f"{SIZES} real numbers"),
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATION_REFUSES)
+def test_aggregation_refuses_arguments(name):
+    wrong, error, text = AGGREGATION_REFUSES[name]
+    inputs, maps, metas = scene()
+    right = dict(zip(("instance_feature", "anchor", "anchor_embed"), inputs), feature_maps=maps, metas=metas)
+    assert_refused(error, text, aggregation().double(), **{**right, **wrong})
+
+
+def test_points_of_a_generator_are_checked():
+    inputs, maps, metas = scene()
+    with pytest.raises(ValueError, match=r"kps_generator must make .* = \[2, 12, 4, 3\] .*; got a tensor \[2, 12, 5, 3\]"):
+        aggregation(kps_generator=WrongPoints()).double()(*inputs, maps, metas)
+
+
+def test_cameras_broadcast():
+    """One rig for the whole batch, one size for all cameras, also in integers; nobody reads the last row of a projection."""
+    inputs, maps, metas = scene()
+    layer = filled(aggregation())
+    want = layer(*inputs, maps, metas)
+    one = {"projection_mat": metas["projection_mat"][:1, :, :3], "image_wh": torch.tensor([64, 48]).reshape(1, 1, 2)}
+    torch.testing.assert_close(layer(*inputs, maps, one), want, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_are_shown_with_their_sizes():

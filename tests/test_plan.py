@@ -136,6 +136,23 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
             assert claimed <= 1.5 * used + 8192, f"{phase} takes {used}, the plan says {claimed}"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["grid.sample_sum", "grid.sample_dot"])
+def test_workspace_of_few_samples_of_large_images(name, threads, monkeypatch):
+    """The gradient of the images, as it is summed, is there while the others are; with one thread nothing else is as large."""
+    pytest.importorskip("numba")
+    operator, target = Operator.find(name), Target("numba")
+    torch.set_num_threads(threads)
+    args = leaves(made(operator, target, B=16, C=32, H=32, W=32, Q=8, dtype=torch.bfloat16))
+    found = allocations(monkeypatch, operator, "numba")
+    plan = sonde.explain(operator.call(target), *args)
+    out = operator.call(target)(*args)
+    torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out])[0])
+    claimed = max(k.workspace for k in plan.kernels if k.phase == "backward")
+    used = found[1].peak - found[1].returned
+    assert used <= 1.05 * claimed + 8192, f"backward takes {used}, the plan says {claimed}"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .grid import _pyramid as pyramid
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn
 from .grid.grid_sample.api import check_options
+from .op import checks
 
 __all__ = ["DeformableFeatureAggregation", "GridSample", "MSDeformAttn", "SparseBox3DKeyPointsGenerator"]
 
@@ -70,9 +72,9 @@ class MSDeformAttn(nn.Module):
     """
 
     def __init__(self, d_model: int = 256, n_levels: int = 4, n_heads: int = 8, n_points: int = 4) -> None:
+        checks.counts("MSDeformAttn", d_model=d_model, n_levels=n_levels, n_heads=n_heads, n_points=n_points)
+        checks.divides("MSDeformAttn", "n_heads", "d_model", d_model=d_model, n_heads=n_heads)
         super().__init__()
-        if d_model % n_heads:
-            raise ValueError(f"MSDeformAttn: d_model must be a multiple of n_heads; got {d_model} and {n_heads}")
         self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
         self.sampling_offsets = nn.Linear(d_model, n_heads * n_levels * n_points * 2)
         self.attention_weights = nn.Linear(d_model, n_heads * n_levels * n_points)
@@ -109,7 +111,8 @@ class MSDeformAttn(nn.Module):
 
         Args:
             query: ``[B, Q, d_model]``.
-            reference_points: Points (x, y) in [0, 1], or boxes (x, y, w, h): ``[B, Q, L, 2 or 4]``.
+            reference_points: Points (x, y) in [0, 1], or boxes (x, y, w, h): ``[B, Q, L, 2 or 4]``; any of B, Q and L may
+                be 1, as in PyTorch.
             input_flatten: The pyramid's pixels, level by level, ``[B, S, d_model]``.
             input_spatial_shapes: Height and width of every level, ``[L, 2]``; Python integers or a tensor, which nothing waits for.
             input_level_start_index: The first row of every level, ``[L]``; may be None where the shapes are Python integers.
@@ -118,13 +121,9 @@ class MSDeformAttn(nn.Module):
         Returns:
             ``[B, Q, d_model]``.
         """
+        self._check(query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask)
         value = self.value_proj(input_flatten)
         if input_padding_mask is not None:
-            if input_padding_mask.dtype != torch.bool or input_padding_mask.shape != input_flatten.shape[:2]:
-                raise ValueError(
-                    f"MSDeformAttn: input_padding_mask must be bool {list(input_flatten.shape[:2])}, one for each pixel of "
-                    f"input_flatten; got {input_padding_mask.dtype} {list(input_padding_mask.shape)}"
-                )
             value = value.masked_fill(input_padding_mask[..., None], 0)
         logits = self.attention_weights(query).unflatten(-1, (self.n_heads, self.n_levels, self.n_points))
         offsets = self.sampling_offsets(query).unflatten(-1, (self.n_heads, self.n_levels, self.n_points, 2))
@@ -133,19 +132,43 @@ class MSDeformAttn(nn.Module):
         out = ms_deform_attn(value, input_spatial_shapes, input_level_start_index, locations, logits, logits=True)
         return self.output_proj(out)
 
+    def _check(self, query: Any, reference_points: Any, pixels: Any, shapes: Any, starts: Any, mask: Any) -> None:
+        """Parameters are left out: hooks may move or cast them, or what goes into them, between here and their use."""
+        name = "MSDeformAttn"
+        n = checks.shapes(name, query=(query, f"B Q {self.d_model}"), input_flatten=(pixels, f"B S {self.d_model}"))
+        last = 2
+        if isinstance(reference_points, Tensor):
+            checks.dense(name, "reference_points", reference_points)
+            last = reference_points.shape[-1] if reference_points.ndim == 4 else 0
+        if last not in (2, 4):
+            wanted = "points [B, Q, L, 2] or boxes [B, Q, L, 4]"
+            raise ValueError(f"{name}: reference_points must be {wanted}; got {list(reference_points.shape)}")
+        checks.broadcast(
+            name, "reference_points", reference_points, f"B Q L {last}", {**n, "L": self.n_levels}, query.device, checks.FLOATS
+        )
+        levels = pyramid.described(name, shapes, starts, "L", (self.n_levels,), _OF_ATTENTION)
+        pyramid.check(name, "input_flatten", pixels, levels, "L", (self.n_levels,), _OF_ATTENTION)
+        if mask is None:
+            return
+        expected = f"{name}: input_padding_mask must be bool {[n['B'], n['S']]}, one for each pixel of input_flatten"
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{expected}, or None; got {checks.kind(mask)}")
+        checks.dense(name, "input_padding_mask", mask)
+        if mask.dtype != torch.bool or mask.shape != pixels.shape[:2] or mask.device != pixels.device:
+            raise ValueError(f"{expected}, on {pixels.device}; got {mask.dtype} {list(mask.shape)} on {mask.device}")
+
     def _locations(self, reference_points: Tensor, offsets: Tensor, shapes: Tensor | Sequence) -> Tensor:
         offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32))  # half a coordinate is pixels off
         where = reference_points[:, :, None, :, None]  # [B, Q, 1, L, 1, 2 or 4]
         if where.shape[-1] == 2:
             return where + offsets / _widths_and_heights(shapes, offsets)[:, None]
-        if where.shape[-1] == 4:
-            return where[..., :2] + offsets / self.n_points * where[..., 2:] * 0.5
-        raise ValueError(
-            f"MSDeformAttn: reference_points must be points [B, Q, L, 2] or boxes [B, Q, L, 4]; got {list(reference_points.shape)}"
-        )
+        return where[..., :2] + offsets / self.n_points * where[..., 2:] * 0.5
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, n_levels={self.n_levels}, n_heads={self.n_heads}, n_points={self.n_points}"
+
+
+_OF_ATTENTION = pyramid.Names("input_spatial_shapes", "input_level_start_index", "n_levels")
 
 
 def _widths_and_heights(shapes: Tensor | Sequence, like: Tensor) -> Tensor:
@@ -178,9 +201,12 @@ class SparseBox3DKeyPointsGenerator(nn.Module):
     def __init__(
         self, embed_dims: int = 256, num_learnable_pts: int = 0, fix_scale: Sequence[Sequence[float]] | None = None
     ) -> None:
+        name = type(self).__name__
+        checks.counts(name, embed_dims=embed_dims)
+        checks.count(name, "num_learnable_pts", num_learnable_pts)
+        fixed = _fixed_points(name, [[0.0, 0.0, 0.0]] if fix_scale is None else fix_scale, num_learnable_pts)
         super().__init__()
         self.embed_dims, self.num_learnable_pts = embed_dims, num_learnable_pts
-        fixed = torch.tensor([[0.0, 0.0, 0.0]] if fix_scale is None else fix_scale, dtype=torch.get_default_dtype())
         self.fix_scale = nn.Parameter(fixed, requires_grad=False)
         self.num_pts = len(fixed) + num_learnable_pts
         if num_learnable_pts > 0:
@@ -202,14 +228,34 @@ class SparseBox3DKeyPointsGenerator(nn.Module):
         Returns:
             ``[B, A, num_pts, 3]``.
         """
+        learns = self.num_learnable_pts > 0 and instance_feature is not None
+        operands = dict(anchor=(anchor, "B A n"), instance_feature=(instance_feature, f"B A {self.embed_dims}"))
+        checks.shapes(type(self).__name__, **(operands if learns else {"anchor": operands["anchor"]}))
+        if anchor.shape[2] < 8:
+            raise ValueError(
+                f"{type(self).__name__}: anchor must be boxes (x, y, z, ln w, ln l, ln h, sin yaw, cos yaw, …), [B, A, 8 or more]; "
+                f"got {list(anchor.shape)}"
+            )
         centre, size = anchor[..., None, :3], anchor[..., None, 3:6].exp()
         scale = self.fix_scale.expand(*anchor.shape[:2], -1, -1)
-        if self.num_learnable_pts > 0 and instance_feature is not None:
+        if learns:
             placed = self.learnable_fc(instance_feature).unflatten(-1, (-1, 3)).sigmoid() - 0.5
             scale = torch.cat([scale, placed.to(scale)], -2)
         x, y, z = (scale * size).unbind(-1)
         sin, cos = anchor[..., 6:7], anchor[..., 7:8]
         return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
+
+
+def _fixed_points(name: str, given: Any, learnable: int) -> Tensor:
+    try:
+        fixed = torch.as_tensor(given, dtype=torch.get_default_dtype()).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise TypeError(f"{name}: fix_scale must be numbers [fixed, 3], or None; got {checks.kind(given)}: {problem}") from problem
+    if fixed.ndim != 2 or fixed.shape[1] != 3:
+        raise ValueError(f"{name}: fix_scale must be [fixed, 3], three numbers for each point; got {list(fixed.shape)}")
+    if len(fixed) + learnable == 0:
+        raise ValueError(f"{name}: fix_scale must have a point where num_learnable_pts is 0; got none. None is the centre")
+    return fixed
 
 
 class DeformableFeatureAggregation(nn.Module):
@@ -259,18 +305,18 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: Literal["add", "cat"] | None = "add",
         temporal_fusion_module: None = None,
     ) -> None:
-        super().__init__()
         if temporal_fusion_module is not None:
             raise ValueError(
-                "DeformableFeatureAggregation: temporal_fusion_module must be None, as in the configurations of both models; "
+                f"{_AGGREGATION}: temporal_fusion_module must be None, as in the configurations of both models; "
                 f"got {temporal_fusion_module!r}"
             )
-        if embed_dims % num_groups:
-            raise ValueError(
-                f"DeformableFeatureAggregation: embed_dims must be a multiple of num_groups; got {embed_dims} and {num_groups}"
-            )
-        if residual_mode not in ("add", "cat", None):
-            raise ValueError(f"DeformableFeatureAggregation: residual_mode must be 'add', 'cat' or None; got {residual_mode!r}")
+        checks.counts(_AGGREGATION, embed_dims=embed_dims, num_groups=num_groups, num_levels=num_levels, num_cams=num_cams)
+        checks.divides(_AGGREGATION, "num_groups", "embed_dims", embed_dims=embed_dims, num_groups=num_groups)
+        checks.probability(_AGGREGATION, "proj_drop", proj_drop)
+        checks.probability(_AGGREGATION, "attn_drop", attn_drop, below_one=True)
+        checks.flags(_AGGREGATION, use_deformable_func=use_deformable_func, use_camera_embed=use_camera_embed)
+        checks.choice(_AGGREGATION, "residual_mode", residual_mode, ("add", "cat", None))
+        super().__init__()
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
         self.attn_drop, self.use_deformable_func, self.residual_mode = attn_drop, use_deformable_func, residual_mode
         self.proj_drop = nn.Dropout(proj_drop)
@@ -300,15 +346,22 @@ class DeformableFeatureAggregation(nn.Module):
             anchor_embed: ``[B, A, embed_dims]``.
             feature_maps: ``[B, cams, embed_dims, H, W]`` for each level; or what :func:`sonde.feature_maps_format` makes of them,
                 once for many layers.
-            metas: ``projection_mat`` ``[B, cams, 4, 4]`` to pixels, and their number ``image_wh`` ``[B, cams, 2]``; without it the
-                projection is to [0, 1].
+            metas: ``projection_mat`` ``[B, cams, 4, 4]`` to pixels, of which the last row is not read and may be missing, and their
+                number ``image_wh`` ``[B, cams, 2]``; without it the projection is to [0, 1]. B may be 1, and cams of ``image_wh``.
 
         Returns:
             ``[B, A, embed_dims]``, twice as many channels with ``residual_mode="cat"``.
         """
+        self._check(instance_feature, anchor_embed, feature_maps, metas)
+        projection, image_wh = metas["projection_mat"], metas.get("image_wh")
         points = self.kps_generator(anchor, instance_feature)
-        locations = _project(points, metas["projection_mat"], metas.get("image_wh"))
-        weights = self._weights(instance_feature + anchor_embed, metas["projection_mat"])
+        if not isinstance(points, Tensor) or points.shape != (*instance_feature.shape[:2], self.num_pts, 3):
+            raise ValueError(
+                f"{_AGGREGATION}: kps_generator must make [B, A, num_pts, 3] = {[*instance_feature.shape[:2], self.num_pts, 3]} "
+                f"of anchor and instance_feature; got {checks.kind(points)}"
+            )
+        locations = _project(points, projection, image_wh)
+        weights = self._weights(instance_feature + anchor_embed, projection)
         features, shapes, starts = feature_maps if feature_maps[0].ndim == 3 else feature_maps_format(feature_maps)
         outside: Literal["drop", "zeros"] = "drop" if self.use_deformable_func else "zeros"
         seen = deformable_aggregation(features, shapes, starts, locations, weights, outside=outside)
@@ -316,6 +369,53 @@ class DeformableFeatureAggregation(nn.Module):
         if self.residual_mode == "add":
             return out + instance_feature
         return torch.cat([out, instance_feature], -1) if self.residual_mode == "cat" else out
+
+    def _check(self, instance_feature: Any, anchor_embed: Any, feature_maps: Any, metas: Any) -> None:
+        """All but the anchor, which the generator of key points knows."""
+        row = f"B A {self.embed_dims}"
+        operands = {"instance_feature": (instance_feature, row), "anchor_embed": (anchor_embed, row)}
+        kinds = "maps [B, cams, C, H, W] in a list, or what sonde.feature_maps_format returned"
+        if not isinstance(feature_maps, (list, tuple)) or not feature_maps or not isinstance(feature_maps[0], Tensor):
+            raise TypeError(
+                f"{_AGGREGATION}: feature_maps must be {kinds}; got {checks.kind(feature_maps)}. "
+                "sonde.compat.sparsedrive.feature_maps_format takes groups of cameras"
+            )
+        counts = self.num_cams, self.num_levels
+        if feature_maps[0].is_nested or feature_maps[0].ndim != 3:
+            pyramid.check_maps(_AGGREGATION, feature_maps=feature_maps)
+            operands["feature_maps[0]"] = (feature_maps[0], f"B {self.num_cams} {self.embed_dims} H W")
+            n = checks.shapes(_AGGREGATION, **operands)
+            if len(feature_maps) != self.num_levels:
+                wanted = f"num_levels={self.num_levels}"
+                raise ValueError(f"{_AGGREGATION}: feature_maps must have {wanted} levels; got {len(feature_maps)}")
+        elif len(feature_maps) != 3:
+            raise ValueError(
+                f"{_AGGREGATION}: feature_maps must be {kinds}, (features, spatial_shapes, level_starts); "
+                f"got {len(feature_maps)} with {checks.kind(feature_maps[0])}"
+            )
+        else:
+            features, shapes, starts = feature_maps
+            operands["feature_maps[0]"] = (features, f"B S {self.embed_dims}")
+            n = checks.shapes(_AGGREGATION, **operands)
+            levels = pyramid.described(_AGGREGATION, shapes, starts, "cams L", counts, _OF_AGGREGATION)
+            pyramid.check(_AGGREGATION, "feature_maps[0]", features, levels, "cams L", counts, _OF_AGGREGATION)
+        self._check_cameras(metas, {"B": n["B"], "cams": self.num_cams}, instance_feature.device)
+
+    def _check_cameras(self, metas: Any, sizes: Mapping[str, int], device: torch.device) -> None:
+        if not isinstance(metas, Mapping):
+            expected = "a dictionary with 'projection_mat' [B, cams, 4, 4]"
+            raise TypeError(f"{_AGGREGATION}: metas must be {expected}; got {checks.kind(metas)}")
+        if "projection_mat" not in metas:
+            raise ValueError(
+                f"{_AGGREGATION}: metas must have 'projection_mat' [B, cams, 4, 4], and may have 'image_wh' [B, cams, 2]; "
+                f"got {sorted(map(str, metas))}"
+            )
+        projection, image_wh = metas["projection_mat"], metas.get("image_wh")
+        rows = 3 if isinstance(projection, Tensor) and not projection.is_nested and projection.shape[2:3] == (3,) else 4
+        of_projection = f"B {self.num_cams} {rows} 4"  # each camera has one of its own
+        checks.broadcast(_AGGREGATION, "metas['projection_mat']", projection, of_projection, sizes, device, checks.FLOATS)
+        if image_wh is not None:
+            checks.broadcast(_AGGREGATION, "metas['image_wh']", image_wh, "B cams 2", sizes, device)
 
     def _weights(self, feature: Tensor, projection: Tensor) -> Tensor:
         """``[B, A, num_pts, num_cams, num_levels, num_groups]``"""
@@ -336,13 +436,33 @@ class DeformableFeatureAggregation(nn.Module):
         )
 
 
-def _key_points(given: nn.Module | Mapping[str, Any] | None, embed_dims: int) -> nn.Module:
+_AGGREGATION = DeformableFeatureAggregation.__name__
+_OF_AGGREGATION = pyramid.Names("feature_maps[1]", "feature_maps[2]", "num_cams and num_levels")
+_KEY_POINTS = SparseBox3DKeyPointsGenerator.__name__
+
+
+def _key_points(given: Any, embed_dims: int) -> nn.Module:
     if isinstance(given, nn.Module):
+        if not hasattr(given, "num_pts"):
+            raise TypeError(
+                f"{_AGGREGATION}: kps_generator must have num_pts, the number of its points; got {type(given).__name__}"
+            )
+        checks.counts(_AGGREGATION, **{"kps_generator.num_pts": given.num_pts})
         return given
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"{_AGGREGATION}: kps_generator must be a module, the options of a {_KEY_POINTS}, or None; got {checks.kind(given)}"
+        )
     options = {**(given or {}), "embed_dims": embed_dims}
-    kind = options.pop("type", SparseBox3DKeyPointsGenerator.__name__)
-    if kind != SparseBox3DKeyPointsGenerator.__name__:
-        raise ValueError(f"DeformableFeatureAggregation: kps_generator of type {kind!r} is not known here; pass the module itself")
+    kind = options.pop("type", _KEY_POINTS)
+    if kind != _KEY_POINTS:
+        raise ValueError(f"{_AGGREGATION}: kps_generator of type {kind!r} is not known here; pass the module itself")
+    unknown = set(options) - {"embed_dims", "num_learnable_pts", "fix_scale"}
+    if unknown:
+        raise ValueError(
+            f"{_AGGREGATION}: kps_generator must be options of a {_KEY_POINTS}: type, num_learnable_pts, fix_scale; "
+            f"got {sorted(map(str, unknown))}, too"
+        )
     return SparseBox3DKeyPointsGenerator(**options)
 
 

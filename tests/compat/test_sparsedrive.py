@@ -100,6 +100,81 @@ def test_inverse(tuples):
     assert not groups[0][0].grad.any()
 
 
+def zeros(*shape, **options):
+    return torch.zeros(*shape, **options)
+
+
+A_LIST, ROWS = "feature_maps must be a list of tensors [B, cams, C, H, W]", zeros(2, 16, 8)
+REFUSED = {
+    "empty": ([], False, TypeError, A_LIST),
+    "empty_tuple": ((), False, TypeError, A_LIST),
+    "dictionary": ({}, False, TypeError, A_LIST),
+    "dictionary_of_maps": ({0: zeros(1, 2, 8, 2, 3)}, False, TypeError, A_LIST),
+    "none": (None, False, TypeError, A_LIST),
+    "number": (3, False, TypeError, A_LIST),
+    "text": ("maps", False, TypeError, A_LIST),
+    "tensor": (zeros(2, 1, 2, 8, 2, 3), False, TypeError, A_LIST),
+    "of_none": ([None], False, TypeError, "feature_maps[0] must be a tensor"),
+    "of_text": (["a"], False, TypeError, "feature_maps[0] must be a tensor"),
+    "rank": ([zeros(2, 8, 2, 3)], False, ValueError, "feature_maps[0] must have 5 dimensions"),
+    "cameras": (
+        [zeros(1, 2, 8, 2, 3), zeros(1, 3, 8, 1, 1)],
+        False,
+        ValueError,
+        "feature_maps[1] must be [B, cams, C, H1, W1] with B=1",
+    ),
+    "batches": (
+        [zeros(1, 2, 8, 2, 3), zeros(2, 2, 8, 1, 1)],
+        False,
+        ValueError,
+        "feature_maps[1] must be [B, cams, C, H1, W1] with B=1",
+    ),
+    "channels": (
+        [zeros(1, 2, 8, 2, 3), zeros(1, 2, 4, 1, 1)],
+        False,
+        ValueError,
+        "feature_maps[1] must be [B, cams, C, H1, W1] with B=1",
+    ),
+    "dtypes": ([zeros(1, 2, 8, 2, 3), zeros(1, 2, 8, 1, 1).double()], False, TypeError, "feature_maps[1] must be torch.float32"),
+    "integers": ([zeros(1, 2, 8, 2, 3).long()], False, TypeError, "feature_maps[0] must be float16"),
+    "devices": ([zeros(1, 2, 8, 2, 3), zeros(1, 2, 8, 1, 1, device="meta")], False, ValueError, "feature_maps[1] must be on cpu"),
+    "group_empty": ([[zeros(1, 2, 8, 2, 3)], []], False, TypeError, "feature_maps[1] must be a list of tensors"),
+    "group_mixed": ([zeros(1, 2, 8, 2, 3), [zeros(1, 2, 8, 2, 3)]], False, TypeError, "feature_maps[0] must be a list of tensors"),
+    "group_batches": (
+        [[zeros(1, 2, 8, 2, 3)], [zeros(2, 1, 8, 2, 3)]],
+        False,
+        ValueError,
+        "feature_maps[1][0] must be [B, cams1, C",
+    ),
+    "group_dtypes": (
+        [[zeros(1, 2, 8, 2, 3)], [zeros(1, 1, 8, 2, 3).half()]],
+        False,
+        TypeError,
+        "feature_maps[1][0] must be torch.fl",
+    ),
+    "group_levels": ([[zeros(1, 2, 8, 2, 3)], [zeros(1, 2, 8, 2, 3)] * 2], False, ValueError, "the same number of levels"),
+    "way": ([zeros(1, 2, 8, 2, 3)], "no", TypeError, "inverse must be True or False"),
+    "inverse_empty": ([], True, TypeError, "feature_maps must be [features, spatial_shape, scale_start_index]"),
+    "inverse_none": (None, True, TypeError, "feature_maps must be [features, spatial_shape, scale_start_index]"),
+    "inverse_maps": ([zeros(1, 2, 8, 2, 3)], True, TypeError, "feature_maps must be [features, spatial_shape, scale_start_index]"),
+    "inverse_rank": ([zeros(16, 8), [[(2, 3), (1, 2)]] * 2, None], True, ValueError, "feature_maps[0] must have 3 dimensions"),
+    "inverse_rows": ([ROWS, [[(2, 3), (1, 1)]] * 2, None], True, ValueError, "feature_maps[1] must sum to the 16 rows"),
+    "inverse_shapes": ([ROWS, "x", None], True, TypeError, "feature_maps[1] must be integers [cams, L, 2]"),
+    "inverse_floats": ([ROWS, zeros(2, 2, 2), None], True, TypeError, "feature_maps[1] must be an int64"),
+    "inverse_levels": ([ROWS, [(4, 4)], None], True, TypeError, "feature_maps[1] must be integers [cams, L, 2]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    """In words that name the argument, what was expected and what came."""
+    given, inverse, error, text = REFUSED[name]
+    with pytest.raises(error) as found:
+        sparsedrive.feature_maps_format(given, inverse)
+    assert f"feature_maps_format: {text}"[0 if text.startswith(("feature", "inverse")) else 21 :] in str(found.value)
+    assert "; got " in str(found.value)
+
+
 def test_one_graph():
     """From maps to the result."""
 

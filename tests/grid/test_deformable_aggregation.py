@@ -467,16 +467,16 @@ BAD = {
     "outside_kind": (dict(outside=["drop"]), ValueError, ["outside must be one of", "['drop']"]),
     "maps_and_shapes": (dict(features=[torch.ones(2, 2, 6, 5, 6)]), ValueError, ["must be None where features is a list of maps"]),
     "maps_of_numbers": (dict(features=[1.0]), TypeError, ["features must be a tensor", "list of float"]),
-    "no_maps": (dict(features=[], spatial_shapes=None), TypeError, ["maps must be a list of tensors", "got []"]),
+    "no_maps": (dict(features=[], spatial_shapes=None), TypeError, ["features must be a list of tensors", "got []"]),
     "maps_differ": (
         dict(features=[torch.ones(2, 2, 6, 5, 6), torch.ones(2, 2, 7, 3, 3)], spatial_shapes=None),
         ValueError,
-        ["maps[1] must be [B, cams, C, H1, W1]", "C=6 (from maps[0])"],
+        ["features[1] must be [B, cams, C, H1, W1]", "C=6 (from features[0])"],
     ),
     "maps_of_dtypes": (
         dict(features=[torch.ones(2, 2, 6, 5, 6), torch.ones(2, 2, 6, 3, 3).half()], spatial_shapes=None),
         TypeError,
-        ["maps[1] must be torch.float32", "float16"],
+        ["features[1] must be torch.float32", "float16"],
     ),
 }
 

@@ -74,3 +74,29 @@ def test_threads_that_fill_and_empty_one_cache(bound):
         t.join()
     assert not problems
     assert entries() <= bound
+
+
+def test_entries_are_not_counted_at_each_call(bound, monkeypatch):
+    """Nobody walks over the caches before there are too many entries; a key that is there already is no new one."""
+    walks, walk = [], cache._drop_oldest
+    monkeypatch.setattr(cache, "_drop_oldest", lambda: walks.append(1) or walk())
+    calls = CallCache()
+    for _ in range(10):
+        for i in range(bound):
+            calls.put(i, i)
+    assert not walks
+    calls.put(bound, bound)
+    assert len(walks) == 1
+    assert entries() < bound
+
+
+def test_caches_that_are_gone_take_no_room(bound):
+    for _ in range(10):
+        gone = CallCache()
+        for i in range(bound - 4):
+            gone.put(i, i)
+        del gone
+    calls = CallCache()
+    for i in range(bound):
+        calls.put(i, i)
+    assert len(calls) == bound

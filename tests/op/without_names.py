@@ -1,11 +1,12 @@
 """Calls of every operator where torch lacks one of the private names that we use; run by `test_torch_private.py`.
 
-A child for each name hides it before the package is imported, and prints a digest of all results and gradients.
+A child for each name hides it before the package is imported, and prints what it found: a digest for each part, or the error.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import os
 import re
@@ -15,44 +16,163 @@ import warnings
 from pathlib import Path
 
 import torch  # in the parent, so that no child has to
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-NAMES = re.findall(r'_find\(\s*"([^"]+)"', (Path(__file__).parents[2] / "src/sonde/op/torch_private.py").read_text())
+SOURCE = (Path(__file__).parents[2] / "src/sonde/op/torch_private.py").read_text()
+NAMES = re.findall(r'_find\(\s*"([^"]+)"', SOURCE) + [f"_subclasses.fake_tensor.{x}" for x in re.findall(r'_fake\("(\w+)"', SOURCE)]
 
 
-def import_without(name: str) -> bool:
-    """Import the package where torch seems to lack this name; True if that was noticed."""
+def import_without(*names: str) -> list[str]:
+    """Import the package where torch seems to lack these names; what it says is missing."""
     real = operator.attrgetter
 
     def attrgetter(path: str):
-        if path == name:
+        if path in names:
             raise AttributeError(path)
         return real(path)
 
     operator.attrgetter = attrgetter
     from sonde.op import torch_private
 
+    missing = list(torch_private.missing())
     operator.attrgetter = real
-    return f"torch.{name}" in torch_private.MISSING
+    return missing
 
 
-def digest() -> str:
-    """Of values and gradients, cold and warm, and of calls under a mode, a profiler and a transform."""
+def values():
+    """Values and gradients, cold and warm."""
     from op.calls import CALLS, value_and_gradients
 
-    found = hashlib.sha256()
     for call in CALLS.values():
         for _ in range(3):
-            for x in value_and_gradients(call):
-                found.update(x.contiguous().numpy().tobytes())
+            yield from value_and_gradients(call)
+
+
+def observers():
+    """A profiler, a function mode, a tracer."""
+    from op.calls import CALLS
+
     call = CALLS["sample_sum"]
     with torch.autograd.profiler.profile():
-        found.update(call.function(*call.args).numpy().tobytes())
+        yield call.function(*call.args)
     with torch.device("meta"):
-        found.update(call.function(*call.args).numpy().tobytes())
+        yield call.function(*call.args)
     graph = make_fx(lambda *args: call.function(*args))(*call.args)
-    found.update(graph(*[x.flip(0) for x in call.args]).numpy().tobytes())
-    return found.hexdigest()
+    yield graph(*[x.flip(0) for x in call.args])
+
+
+def zeros():
+    """Tensors of zeros without memory, as forward mode makes them, after warm calls of the same kind."""
+    from op.calls import CALLS
+
+    for call in CALLS.values():
+        for i, x in enumerate(call.args):
+            args = list(call.args)
+            call.function(*args)
+            args[i] = torch._efficientzerotensor(x.shape)
+            yield call.function(*args)
+
+
+def forward_mode():
+    from op.calls import CALLS
+
+    for name in ("sample_sum", "knn_aggregate"):
+        call = CALLS[name]
+        with forward_ad.dual_level():
+            out = call.function(*[forward_ad.make_dual(x, x.flip(0)) for x in call.args])
+            yield forward_ad.unpack_dual(out).tangent
+
+
+def grad():
+    from op.calls import CALLS
+
+    for name in ("sample_sum", "ms_deform_attn", "knn_aggregate"):
+        call = CALLS[name]
+        yield from torch.func.grad(lambda *args, f=call.function: f(*args).sin().sum(), argnums=(0, 1, 2))(*call.args)
+
+
+def second():
+    """A derivative of a derivative."""
+    from op.calls import CALLS
+
+    call = CALLS["sample_sum"]
+
+    def first(*args):
+        return torch.func.grad(lambda *args: call.function(*args).sin().sum(), argnums=2)(*args).square().sum()
+
+    yield from torch.func.grad(first, argnums=(0, 1, 2))(*call.args)
+
+
+def jvp():
+    from op.calls import CALLS
+
+    call = CALLS["sample_sum"]
+    yield from torch.func.jvp(call.function, call.args, tuple(x.flip(0) for x in call.args))
+
+
+def vmap():
+    from op.calls import CALLS
+
+    for name in ("sample_sum", "ms_deform_attn", "knn_aggregate"):
+        call = CALLS[name]
+        stacked = [torch.stack([x, x.flip(0)]) for x in call.args]
+        yield torch.vmap(call.function)(*stacked)
+        yield from torch.vmap(torch.func.grad(lambda *args, f=call.function: f(*args).sin().sum(), argnums=(0, 1, 2)))(*stacked)
+
+
+def functionalize():
+    from op.calls import CALLS
+
+    call = CALLS["sample_sum"]
+    yield torch.func.functionalize(call.function)(*call.args)
+
+
+def index():
+    """An index of points: under vmap, under grad, and one whose points were written since."""
+    import sonde
+
+    points, queries = torch.linspace(0, 1, 270).sin().reshape(90, 3).clone(), torch.linspace(0, 1, 27).cos().reshape(9, 3)
+    built = sonde.PointIndex.build(points)
+    yield sonde.knn(queries, points, 3, index=built).distances
+    yield torch.func.grad(lambda q: sonde.knn(q, points, 3, index=built).distances.sum())(queries)
+    points.mul_(0.5)
+    try:
+        yield sonde.knn(queries, points, 3, index=built).distances.isnan().all()
+    except ValueError:
+        yield torch.tensor(True)
+
+
+def mapped_index():
+    import sonde
+
+    points, queries = torch.linspace(0, 1, 540).sin().reshape(2, 90, 3).clone(), torch.linspace(0, 1, 27).cos().reshape(9, 3)
+    yield torch.vmap(lambda x: sonde.knn(queries, x, 3, index=sonde.PointIndex.build(x)).distances)(points)
+
+
+def compiled():
+    """torch.func inside of torch.compile."""
+    from op.calls import CALLS
+
+    call = CALLS["sample_sum"]
+    function = torch.func.grad(lambda *args: call.function(*args).sin().sum(), argnums=2)
+    yield torch.compile(function, backend="aot_eager", fullgraph=True)(*call.args)
+
+
+PARTS = [values, observers, zeros, forward_mode, grad, second, jvp, vmap, functionalize, index, mapped_index, compiled]
+
+
+def digests() -> dict[str, str]:
+    out = {}
+    for part in PARTS:
+        found = hashlib.sha256()
+        try:
+            for x in part():
+                found.update(x.detach().contiguous().numpy().tobytes())
+            out[part.__name__] = found.hexdigest()
+        except Exception as error:
+            out[part.__name__] = f"{type(error).__name__}: {error}"
+    return out
 
 
 def main(names: list[str]) -> None:
@@ -64,8 +184,8 @@ def main(names: list[str]) -> None:
             os.waitpid(pid, 0)
             continue
         try:
-            missing = import_without(name)
-            print(name, digest(), "missing" if missing else "there", flush=True)
+            missing = import_without(*name.split("+"))
+            print(json.dumps(dict(name=name, missing=missing, parts=digests())), flush=True)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -173,9 +173,9 @@ def _smoke(impl: str, kind: str) -> str:
 
 def _missing() -> dict[str, str]:
     """Private names that this torch does not have, and what is done without them."""
-    from ..op.torch_private import MISSING
+    from ..op.torch_private import missing
 
-    return MISSING
+    return missing()
 
 
 def _cache() -> dict:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..grid import ms_deform_attn as _ms_deform_attn
+from ..op import checks
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn_pytorch"]
 
@@ -45,6 +46,7 @@ def multi_scale_deformable_attn_pytorch(
     """The same without `value_level_start_index`: levels follow one another. Shapes on a device stay there."""
     starts = None
     if isinstance(value_spatial_shapes, Tensor):
+        checks.dense("multi_scale_deformable_attn_pytorch", "value_spatial_shapes", value_spatial_shapes)
         rows = value_spatial_shapes.prod(-1)
         starts = rows.cumsum(0) - rows
     return _ms_deform_attn(value, value_spatial_shapes, starts, sampling_locations, attention_weights)

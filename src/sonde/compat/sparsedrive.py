@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..grid import _pyramid as pyramid
 from ..grid import deformable_aggregation as _deformable_aggregation
 from ..grid import feature_maps_format as _feature_maps_format
+from ..op import checks
 
 __all__ = ["CUDA_EXT_AVAILABLE", "DeformableAggregationFunction", "deformable_aggregation_function", "feature_maps_format"]
 
@@ -61,9 +63,10 @@ def feature_maps_format(feature_maps: Sequence, inverse: bool = False) -> list:
         >>> [x.shape for x in feature_maps_format([features, spatial_shape, scale_start_index], inverse=True)[0]]
         [torch.Size([1, 2, 8, 4, 6]), torch.Size([1, 2, 8, 2, 3])]
     """
+    checks.flags(_FORMAT, inverse=inverse)
     if inverse:
-        return _maps(*feature_maps)
-    groups = feature_maps if isinstance(feature_maps[0], (list, tuple)) else [feature_maps]
+        return _maps(feature_maps)
+    groups = _groups(feature_maps)
     rows, shapes, starts = [], [], []
     first = 0
     for maps in groups:
@@ -82,8 +85,33 @@ class DeformableAggregationFunction:
     feature_maps_format = staticmethod(feature_maps_format)
 
 
-def _maps(features: Tensor, spatial_shape: Any, scale_start_index: Any) -> list[list[Tensor]]:
-    shapes = spatial_shape.tolist() if isinstance(spatial_shape, Tensor) else spatial_shape
+_FORMAT = "feature_maps_format"
+_NAMES = pyramid.Names("feature_maps[1]", "feature_maps[2]", "feature_maps[1]")
+
+
+def _groups(given: Any) -> Sequence:
+    """Lists of maps, one for each group of cameras."""
+    if not isinstance(given, (list, tuple)) or not given:
+        raise TypeError(
+            f"{_FORMAT}: feature_maps must be a list of tensors [B, cams, C, H, W], one for each level, or a list of such lists, "
+            f"one for each group of cameras; got {checks.kind(given)}"
+        )
+    if not any(isinstance(x, (list, tuple)) for x in given):
+        pyramid.check_maps(_FORMAT, feature_maps=given)
+        return [given]
+    pyramid.check_maps(_FORMAT, **{f"feature_maps[{g}]": maps for g, maps in enumerate(given)})
+    return given
+
+
+def _maps(given: Any) -> list[list[Tensor]]:
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        expected = "[features, spatial_shape, scale_start_index] where inverse=True"
+        raise TypeError(f"{_FORMAT}: feature_maps must be {expected}; got {checks.kind(given)}")
+    features, shapes, _ = given
+    checks.shapes(_FORMAT, **{"feature_maps[0]": (features, "B S C")})
+    shapes = pyramid.listed(_FORMAT, _NAMES.shapes, shapes)
+    levels = pyramid.described(_FORMAT, shapes, None, "cams L", None, _NAMES)
+    pyramid.check(_FORMAT, "feature_maps[0]", features, levels, "cams L", (len(levels[2]) // 3,), _NAMES)
     groups = [(shape, len(list(cameras))) for shape, cameras in groupby(shapes)]
     sizes = [[h * w for h, w in shape] for shape, _ in groups]
     parts = features.split([cams * sum(size) for (_, cams), size in zip(groups, sizes)], 1)

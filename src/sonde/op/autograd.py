@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..jit import settings
-from .calls import PreparedCall, plain
-from .plan import recording
-from .torch_private import is_pre_dispatch, observed, one_level, transforming, unbound_apply
+from .calls import PreparedCall, is_observed, plain
+from .torch_private import is_pre_dispatch, one_level, refusing_functionalize, transforming, unbound_apply
 
 if TYPE_CHECKING:
     from .register import Operator
@@ -32,7 +31,8 @@ def autograd_functions(op: Operator) -> Applied:
     save, gradients = saving(op), differentiating(op, backward)
     functional = functional_function(op, save, gradients)
     eager = eager_function(op, save, gradients)
-    return Applied(unbound_apply(eager), functional.apply, one_level(functional), unbound_apply(backward), one_level(backward))
+    of_functional = refusing_functionalize(functional.apply)
+    return Applied(unbound_apply(eager), of_functional, one_level(functional), unbound_apply(backward), one_level(backward))
 
 
 def eager_function(op: Operator, save: Callable, gradients: Callable) -> type[torch.autograd.Function]:
@@ -141,7 +141,7 @@ def differentiating(op: Operator, backward: type[torch.autograd.Function]) -> Ca
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *call.values, *found[n:]) if saved else (*grads, *found, *call.values)
         twice = torch.is_grad_enabled()  # someone may differentiate again
-        seen = observed() or recording()
+        seen = is_observed()
         if not twice and not seen:
             for guard, run in call.backward.get(asked, ()):
                 if guard((*grads, *found)):

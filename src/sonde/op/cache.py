@@ -80,9 +80,12 @@ class CallCache(Generic[T]):
         return entry[1]
 
     def put(self, key: Hashable, value: T) -> T:
+        global _count
         with _lock:
+            if key not in self._entries:
+                _count += 1
             self._entries[key] = [_tick(), value]
-            if sum(map(len, _caches)) > MAX_ENTRIES:
+            if _count > MAX_ENTRIES:
                 _drop_oldest()
         return value
 
@@ -99,17 +102,24 @@ class CallCache(Generic[T]):
 _caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
 _lock = threading.RLock()  # a collection may run the finaliser of something that makes a call
 _tick = count().__next__
+_count = 0  # entries of all caches, or more: those of caches that were cleared or are gone are counted until it exceeds the limit
 
 
 def forget_calls() -> None:
     """Empty every cache of calls: for tests, which change what prepared calls depend on."""
+    global _count
     with _lock:
         for cache in _caches:
             cache.clear()
+        _count = 0
 
 
 def _drop_oldest() -> None:
+    """If there are too many of them, of those that are still there."""
+    global _count
     found = [(entry[0], cache, key) for cache in _caches for key, entry in cache._entries.items()]
-    found.sort(key=itemgetter(0))
-    for _, cache, key in found[: max(1, len(found) // 4)]:
-        cache._entries.pop(key, None)
+    if len(found) > MAX_ENTRIES:
+        found.sort(key=itemgetter(0))
+        for _, cache, key in found[: max(1, len(found) // 4)]:
+            cache._entries.pop(key, None)
+    _count = sum(map(len, _caches))

@@ -57,7 +57,7 @@ class PreparedCalls:
 
     def find(self, impl: str, args: Sequence) -> tuple[tuple | None, PreparedCall | None]:
         """The key of such a call, if it has one and was asked for it, and what was prepared, if anything was."""
-        if observed() or recording():
+        if is_observed():
             return None, None
         try:
             first = impl, deterministic(), _grad_enabled(), token(), args[0].shape
@@ -98,7 +98,7 @@ def plain(args: Sequence) -> tuple | None:
         hash(key)
     except (RuntimeError, TypeError):
         return None
-    other = any(isinstance(x, Tensor) and (type(x) not in _TENSORS or is_lazy(x)) for x in args)
+    other = any(isinstance(x, Tensor) and (type(x) not in _TENSORS or of_x[-1]) for x, of_x in zip(args, key))  # lazy ones
     return None if other else key
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REALS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
@@ -52,12 +54,41 @@ def shapes(name: str, **operands: tuple[Any, str]) -> dict[str, int]:
     return sizes
 
 
+def broadcast(
+    name: str,
+    argument: str,
+    tensor: Any,
+    pattern: str,
+    sizes: Mapping[str, int],
+    device: torch.device,
+    dtypes: Collection[torch.dtype] = REALS,
+) -> None:
+    """Check a tensor against a pattern whose letters stand for `sizes`, or for 1 where it is the same for all of them."""
+    letters = pattern.split()
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {argument} must be a tensor [{', '.join(letters)}]; got {kind(tensor)}. Use torch.as_tensor")
+    dense(name, argument, tensor)
+    if tensor.dtype not in dtypes:
+        which = "float16, bfloat16, float32 or float64" if dtypes is FLOATS else "real numbers"
+        raise TypeError(f"{name}: {argument} must be {which}; got {tensor.dtype}. Convert it, for example with .float()")
+    if tensor.device != device:
+        raise ValueError(f"{name}: {argument} must be on {device}, as other arguments are; got {tensor.device}. Use .to({device})")
+    fits = tensor.ndim == len(letters)
+    for letter, size in zip(letters, tensor.shape):
+        fits = fits and (size == int(letter) if letter.isdigit() else size == 1 or size == sizes[letter])
+    if not fits:
+        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if not letter.isdigit())
+        raise ValueError(f"{name}: {argument} must be [{', '.join(letters)}] with {known}, or 1; got {list(tensor.shape)}")
+
+
 def dense(name: str, argument: str, tensor: Tensor) -> None:
     """Refuse tensors that are not one block of numbers with strides, each with the way to make one of it."""
     if tensor.is_nested:
         raise TypeError(f"{name}: {argument} must be a dense tensor; got a nested one. Use {argument}.to_padded_tensor(0)")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: {argument} must be a dense tensor; got {tensor.layout}. Use {argument}.to_dense()")
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        return  # asking these for an attribute that they lack takes longer than all the rest
     if hasattr(tensor, "device_mesh"):
         raise NotImplementedError(
             f"{name}: {argument} must be a tensor of one device; got a DTensor, and operators have no sharding rules yet. "
@@ -90,6 +121,46 @@ def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
     if value < least:
         raise ValueError(f"{name}: {argument} must be an integer >= {least}; got {value}")
     return value
+
+
+def counts(name: str, **values: Any) -> None:
+    """Integers of at least 1."""
+    for argument, value in values.items():
+        count(name, argument, value, least=1)
+
+
+def divides(name: str, parts: str, whole: str, **values: int) -> None:
+    """The count called `parts` must divide the one called `whole`."""
+    if values[whole] % values[parts]:
+        raise ValueError(f"{name}: {whole} must be a multiple of {parts}; got {values[whole]} and {values[parts]}")
+
+
+def flags(name: str, **values: Any) -> None:
+    for argument, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {argument} must be True or False; got {kind(value)}")
+
+
+def probability(name: str, argument: str, value: Any, below_one: bool = False) -> None:
+    """A number of [0, 1], or of [0, 1)."""
+    interval = "[0, 1)" if below_one else "[0, 1]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {argument} must be a number in {interval}; got {kind(value)}")
+    if not 0 <= value <= 1 or (below_one and value == 1):  # NaN is in neither
+        raise ValueError(f"{name}: {argument} must be a number in {interval}; got {value}")
+
+
+def choice(name: str, argument: str, value: Any, known: Collection) -> None:
+    if not any(type(value) is type(x) and value == x for x in known):
+        *most, last = map(repr, known)
+        raise ValueError(f"{name}: {argument} must be {', '.join(most)} or {last}; got {kind(value)}")
+
+
+def kind(value: Any) -> str:
+    """What came, in a few words, however large it is."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)} of {value.dtype}"
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def by_position(function: Callable) -> Callable:

@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .torch_private import storage_use_count
+from .torch_private import CAN_COUNT_OWNERS, storage_owners
 
 ROOM = 1 << 27
 SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
 LARGE_PAGE = 1 << 21
-_use_count: Callable[[int], int] | None = storage_use_count
 
 
 class Kept:
@@ -36,7 +35,7 @@ class Kept:
         self.alone = self._owners()
 
     def _owners(self) -> tuple[int, int]:
-        return _use_count(self.storage._cdata), sys.getrefcount(self.storage)  # type: ignore[misc]
+        return storage_owners(self.storage), sys.getrefcount(self.storage)
 
     def is_unowned(self) -> bool:
         return self._owners() == self.alone
@@ -51,7 +50,7 @@ _kept: deque[Kept] = deque(maxlen=16)
 
 def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     size = prod(shape) * dtype.itemsize
-    if _use_count is None or not SMALLEST <= size <= ROOM:
+    if not CAN_COUNT_OWNERS or not SMALLEST <= size <= ROOM:
         return _fresh(shape, dtype, memory_format)
     kept = _unowned(size) or Kept(size)
     strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()

@@ -1,14 +1,24 @@
-"""Every private name of torch that we use, each with the public way that serves where it is missing.
+"""Every private name of torch that we use, each with what is done where it is missing.
 
-A release of torch that moves one of them costs time, never a result. ``MISSING`` has those that this torch does not know, with what
-that costs; ``sonde doctor`` prints it.
+A release of torch that moves one of them breaks no import and changes no bit of a result. Nearly all have a public way that serves
+in their place and takes longer. Where there is none, a call that needs the name raises ``NotImplementedError`` and says which it
+is, or does what is said here:
+
+- ``torch.func`` inside of ``torch.compile`` needs ``enable_single_level_autograd_function``,
+- ``torch.func.functionalize`` needs ``peek_interpreter_stack``,
+- an index of points inside of ``torch.vmap`` needs ``maybe_get_level``,
+- a stale index of points gives NaN in place of an error without ``_len_torch_dispatch_stack``, as it does on GPUs,
+- commands that plan for a device that is not there need ``FakeTensorMode``.
+
+``missing()`` has those that this torch does not know, with what is done without them; ``sonde doctor`` prints it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -33,7 +43,7 @@ def _find(path: str, without: str, instead: Any = None) -> Any:
 _UNSEEN = "every call goes through torch's dispatcher, since nobody can tell whether it is observed"
 
 # who may observe a call
-_dispatch_modes = _find("_C._len_torch_dispatch_stack", _UNSEEN)
+_dispatch_modes = _find("_C._len_torch_dispatch_stack", f"{_UNSEEN}; a stale index of points gives NaN, not an error")
 _function_modes = _find("_C._len_torch_function_stack", _UNSEEN)
 _profiling = _find("autograd._profiler_enabled", _UNSEEN)
 _tracing_state = _find("_C._get_tracing_state", _UNSEEN)
@@ -47,27 +57,32 @@ _function_mode_at = _find("_C._get_function_stack_at", "calls under torch.device
 _device_context = _find("utils._device.DeviceContext", "calls under torch.device(...) go through torch's dispatcher")
 
 # of functorch
-transforming: Callable[[], bool] = _transforms or (lambda: False)
-_innermost = _find("_C._functorch.peek_interpreter_stack", "torch.func.functionalize does not work")
-_functionalize = _find("_C._functorch.TransformType.Functionalize", "torch.func.functionalize does not work")
-_single_level = _find("autograd.function._SingleLevelFunction", "torch.func does not work inside torch.compile")
-
-_UNSEEN_LEVELS = "an index of points is not compared with points that torch.vmap maps"
-_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", _UNSEEN_LEVELS)
-_is_batched = _find("_C._functorch.is_batchedtensor", _UNSEEN_LEVELS)
-_level_of = _find("_C._functorch.maybe_get_level", _UNSEEN_LEVELS)
-_unwrap = _find("_C._functorch.get_unwrapped", _UNSEEN_LEVELS)
-_CAN_UNWRAP = None not in (_is_wrapped, _is_batched, _level_of, _unwrap)
-_clear_transforms = _find("_functorch.pyfunctorch.temporarily_clear_interpreter_stack", _UNSEEN_LEVELS)
+_innermost = _find("_C._functorch.peek_interpreter_stack", "torch.func.functionalize is refused")
+_functionalize = _find("_C._functorch.TransformType.Functionalize", "the transform is asked for its name")
+_single_level = _find("autograd.function._SingleLevelFunction", "a function is applied without its own apply")
+_in_single_level = _find(
+    "_functorch.autograd_function.enable_single_level_autograd_function", "torch.func is refused inside of torch.compile"
+)
+_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", "a slower question is asked")
+_is_batched = _find("_C._functorch.is_batchedtensor", "a slower question is asked")
+_unwrap = _find("_C._functorch.get_unwrapped", "a slower question is asked")
+_level_of = _find("_C._functorch.maybe_get_level", "an index of points is refused inside of torch.vmap")
+_clear_transforms = _find(
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", "hashes of points are made inside of transforms"
+)
 
 # shorter ways
 deterministic: Callable[[], bool] = _find(
     "_C._get_deterministic_algorithms", "a slower question is asked", torch.are_deterministic_algorithms_enabled
 )
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards", "calls are looked up by a key, which takes three times as long")
-storage_use_count: Callable[[int], int] | None = _find("_C._storage_Use_Count", "memory of CPU results is not used again")
+_storage_use_count = _find("_C._storage_Use_Count", "memory of CPU results is not used again")
+_storage_address = _find("UntypedStorage._cdata", "memory of CPU results is not used again")
 _unpack_dual = _find("_VF._unpack_dual", "a slower question is asked")
-_is_zero = _find("Tensor._is_zerotensor", "tensors of zeros that forward mode makes are not filled")
+_is_zero = _find("Tensor._is_zerotensor", "tensors of zeros without memory are known by their address")
+_version_of = _find("Tensor._version", "whether points were written is seen in their hash alone")
+_empty_strided_cpu = _find("_C._dynamo.guards._empty_strided_cpu", "results take longer to allocate")
+_empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", "results take longer to allocate")
 _below_autograd = _find("_C._AutoDispatchBelowAutograd", "operators call each other once more")
 
 
@@ -90,9 +105,14 @@ def dispatch_modes() -> bool:
     return _dispatch_modes is None or _dispatch_modes() > 0
 
 
-def forward_mode() -> bool:
-    """True inside of a ``forward_ad.dual_level``."""
-    return _level is not None and forward_ad._current_level >= 0
+def forward_mode(args: Sequence) -> bool:
+    """True inside of a ``forward_ad.dual_level``; where nobody can tell, if one of `args` has a tangent."""
+    if _level is not None:
+        return forward_ad._current_level >= 0
+    try:
+        return any(map(has_tangent, args))
+    except RuntimeError:  # torch.vmap maps one, and tangents of those are not to be had
+        return False
 
 
 def is_pre_dispatch() -> bool:
@@ -107,65 +127,141 @@ def _only_default_devices() -> bool:
     return all(isinstance(_function_mode_at(i), _device_context) for i in range(_function_modes()))
 
 
+def _transforms_by_stack() -> bool:
+    return _innermost() is not None
+
+
+transforming: Callable[[], bool] = _transforms or (_transforms_by_stack if _innermost is not None else lambda: False)
+
+
 def functionalizing() -> bool:
     """True if the innermost transform is ``functionalize``, which has no rule for an ``autograd.Function``."""
     innermost = _innermost and _innermost()
-    return innermost is not None and innermost.key() == _functionalize
+    if innermost is None:
+        return False
+    return innermost.key().name == "Functionalize" if _functionalize is None else innermost.key() == _functionalize
+
+
+def refusing_functionalize(apply: Callable) -> Callable:
+    """``apply`` under torch.func, where :func:`functionalizing` may be unable to tell that it has no rule."""
+    if _innermost is not None:
+        return apply
+
+    def applied(*args):
+        try:
+            return apply(*args)
+        except RuntimeError as problem:
+            if "Functionalize" not in str(problem):
+                raise
+            raise NotImplementedError(
+                "this torch lacks torch._C._functorch.peek_interpreter_stack, without which torch.func.functionalize cannot be "
+                "served; use impl='reference'"
+            ) from problem
+
+    return applied
 
 
 def is_wrapped(x: Tensor) -> bool:
     """True inside of a torch.func transform that has this tensor in hand."""
-    return _CAN_UNWRAP and _is_wrapped(x)
+    return torch.func.debug_unwrap(x) is not x if _is_wrapped is None else _is_wrapped(x)
 
 
 def is_batched(x: Tensor) -> bool:
     """True where ``torch.vmap`` maps this tensor."""
-    return _CAN_UNWRAP and _is_batched(x)
+    return torch.func.debug_unwrap(x, recurse=False).ndim > x.ndim if _is_batched is None else _is_batched(x)
 
 
 def unwrapped(x: Tensor) -> tuple[Tensor, set[int]]:
     """The tensor that transforms have wrapped, and the levels of ``torch.vmap`` that map it."""
     levels: set[int] = set()
     while is_wrapped(x):
-        if _is_batched(x):
+        if is_batched(x):
+            if _level_of is None:
+                raise NotImplementedError(
+                    "PointIndex: this torch lacks torch._C._functorch.maybe_get_level, without which an index cannot be compared "
+                    "with points that torch.vmap maps; call without index="
+                )
             levels.add(_level_of(x))
-        x = _unwrap(x)
+        x = torch.func.debug_unwrap(x, recurse=False) if _unwrap is None else _unwrap(x)
     return x, levels
 
 
-def without_transforms() -> Any:
-    """A context in which no transform wraps what is computed."""
-    return nullcontext() if _clear_transforms is None else _clear_transforms()
+def outside_of_transforms(function: Callable[..., Any], *args: Tensor) -> Any:
+    """``function(*args)`` of tensors that no transform has wrapped, and the result is not either."""
+    if _clear_transforms is None:
+        found = function(*args)
+        return unwrapped(found)[0] if isinstance(found, Tensor) else found
+    with _clear_transforms():
+        return function(*args)
+
+
+_FAKE = "_subclasses.fake_tensor"  # takes long to import
+
+
+@cache
+def _fake(name: str, without: str) -> Any:
+    return _find(f"{_FAKE}.{name}", without)
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for a tensor of a trace, which has no memory; their module takes long to import, and without it there are none."""
-    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
-    return kind is not None and isinstance(x, kind)
+    """True for a tensor of a trace, which has no memory; without their module there are none."""
+    if type(x) is Tensor or f"torch.{_FAKE}" not in sys.modules:
+        return False
+    kind = _fake_tensor()
+    return type(x) is not torch.nn.Parameter if kind is None else isinstance(x, kind)
+
+
+def _fake_tensor() -> Any:
+    return _fake("FakeTensor", "no subclass of Tensor is taken to have memory")
+
+
+def _fake_tensor_mode() -> Any:
+    return _fake("FakeTensorMode", "plans of commands take the memory of their arguments, on a device that is there")
 
 
 def fake_mode() -> Any:
     """A context in which tensors take no memory, if there is one."""
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError:
-        return nullcontext()
-    return FakeTensorMode()
+    kind = _fake_tensor_mode()
+    return nullcontext() if kind is None else kind()
+
+
+def missing() -> dict[str, str]:
+    """Those that this torch does not know, with what is done without them."""
+    _fake_tensor(), _fake_tensor_mode()  # which nobody may have asked for
+    return MISSING
 
 
 def has_tangent(x: Any) -> bool:
     """True if `x` is a dual tensor; graphs enter forward mode without Python's noticing."""
     if not isinstance(x, Tensor):
         return False
-    tangent = forward_ad.unpack_dual(x).tangent if _unpack_dual is None else _unpack_dual(x, level=0)[1]
-    return tangent is not None
+    return (forward_ad.unpack_dual(x, level=0) if _unpack_dual is None else _unpack_dual(x, level=0))[1] is not None
 
 
-def is_zero(x: Tensor) -> bool:
-    """True for a tensor of zeros without memory, which forward mode makes."""
-    return _is_zero is not None and _is_zero(x)
+def _is_zero_by_address(x: Tensor) -> bool:
+    """The public way: only these have elements, a device that could hold them, and no address."""
+    if (type(x) is not Tensor and type(x) is not torch.nn.Parameter) or x.layout is not torch.strided or x.is_nested:
+        return False
+    try:
+        return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
+    except RuntimeError:  # one that a transform has wrapped
+        return False
 
 
+is_zero: Callable[[Tensor], bool] = _is_zero or _is_zero_by_address  # a tensor of zeros without memory, which forward mode makes
+
+
+def version(x: Tensor) -> int:
+    """How often `x` was written, as far as anybody counts: −1 where nobody does."""
+    return -1 if _version_of is None or x.is_inference() else x._version
+
+
+def storage_owners(storage: torch.UntypedStorage) -> int:
+    """How many C++ objects have it; only where ``CAN_COUNT_OWNERS``."""
+    return _storage_use_count(storage._cdata)
+
+
+CAN_COUNT_OWNERS = _storage_use_count is not None and _storage_address is not None
 CAN_SKIP_AUTOGRAD = _below_autograd is not None
 
 
@@ -176,16 +272,25 @@ def below_autograd() -> Any:
 
 def one_level(function: type[torch.autograd.Function]) -> Callable:
     """``function.apply`` for where torch.func calls us through the dispatcher: it wants the level that it has in hand recorded."""
-    if _single_level is None:
-        return function.apply
-    from torch._functorch.autograd_function import enable_single_level_autograd_function
+    if _in_single_level is None:
+        name = function.__name__
 
-    parts = {part: staticmethod(getattr(function, part)) for part in ("forward", "setup_context", "backward")}
-    level: Any = type(function.__name__, (_single_level,), parts)
+        def refuse(*args: Any) -> Any:
+            raise NotImplementedError(
+                f"{name}: this torch lacks torch._functorch.autograd_function.enable_single_level_autograd_function, without which "
+                "torch.func cannot be served inside of torch.compile; use impl='reference', or torch.func without torch.compile"
+            )
+
+        return refuse
+    level: Any = function
+    if _single_level is not None:
+        parts = {part: staticmethod(getattr(function, part)) for part in ("forward", "setup_context", "backward")}
+        level = type(function.__name__, (_single_level,), parts)
+    run = level.apply if _single_level is not None else unbound_apply(function)
 
     def apply(*args):
-        with enable_single_level_autograd_function():
-            return level.apply(*args)
+        with _in_single_level():
+            return run(*args)
 
     return apply
 
@@ -197,4 +302,4 @@ def unbound_apply(function: type[torch.autograd.Function]) -> Callable:
 
 def empty_strided(kind: str) -> Callable | None:
     """``(size, strides, dtype)`` → an uninitialised tensor, in half the time of ``torch.empty``: what compiled graphs call."""
-    return getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) if TensorGuards is not None else None
+    return {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}.get(kind)

@@ -110,7 +110,9 @@ def kernels(
         blocks, width = _blocks(B, C)
         found.append(kernel(per_channel, ["images"], min(torch.get_num_threads(), B * blocks) * H * W * (width + LANES)))
     if asked := [x for x in of if x != "images"]:
-        found.append(kernel(per_query, asked, 0 if is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()))
+        copied = 0 if is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()
+        before = images.numel() if "images" in of and of["images"][1] != wide else 0  # their gradient is rounded at the end
+        found.append(kernel(per_query, asked, copied + before))
     return found
 
 

@@ -6,7 +6,7 @@ import marshal
 import math
 import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,22 @@ INTEGERS = (torch.int64, torch.int32)
 LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
 Described = tuple[Tensor | None, Tensor | None, Sequence[int]]  # tensors, or (h, w, start) of each level
 
+
+class Names(NamedTuple):
+    """What the caller knows them by."""
+
+    shapes: str = "spatial_shapes"
+    starts: str = "level_starts"
+    counts: str = "weights"  # says how many levels there are
+
+
+OF_OPERATORS = Names()
 _known: CallCache[Described] = CallCache()
 
 
-def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None) -> Described:
+def described(
+    name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None, names: Names = OF_OPERATORS
+) -> Described:
     """The levels as an operator's schema has them: numbers where the host knows them, else tensors that nobody here looks into.
 
     `dims` are the dimensions of the levels, ``"cams L"`` or ``"L"``, and `sizes` says how many there are, as the weights have it.
@@ -41,28 +53,35 @@ def described(name: str, spatial_shapes: Any, level_starts: Any, dims: str, size
             return spatial_shapes, level_starts, ()
         kinds = [type(x).__name__ if _on_host(x) else f"a tensor on {x.device}" for x in (spatial_shapes, level_starts)]
         raise ValueError(
-            f"{name}: spatial_shapes and level_starts must both be tensors or both known on the host; got {' and '.join(kinds)}. "
-            "Compute level_starts where spatial_shapes is, or pass spatial_shapes as a tuple of integers and level_starts=None"
+            f"{name}: {names.shapes} and {names.starts} must both be tensors or both known on the host; got {' and '.join(kinds)}. "
+            f"Compute {names.starts} where {names.shapes} is, or pass {names.shapes} as a tuple of integers and {names.starts}=None"
         )
     if isinstance(spatial_shapes, Tensor) or isinstance(level_starts, Tensor):
-        shapes, starts = (_listed(name, n, x) for n, x in (("spatial_shapes", spatial_shapes), ("level_starts", level_starts)))
-        return described(name, shapes, starts, dims, sizes)
-    shape, levels = _read(name, spatial_shapes, level_starts, dims)
+        shapes, starts = (listed(name, n, x) for n, x in ((names.shapes, spatial_shapes), (names.starts, level_starts)))
+        return described(name, shapes, starts, dims, sizes, names)
+    shape, levels = _read(name, spatial_shapes, level_starts, dims, names)
     if sizes is not None and tuple(sizes) != shape and (levels or 0 not in sizes):
         expected = ", ".join(f"{letter}={size}" for letter, size in zip(dims.split(), sizes))
-        raise ValueError(
-            f"{name}: spatial_shapes must be [{', '.join(dims.split())}, 2] with {expected} (from weights); got {[*shape, 2]}"
-        )
+        wanted = f"[{', '.join(dims.split())}, 2] with {expected} (from {names.counts})"
+        raise ValueError(f"{name}: {names.shapes} must be {wanted}; got {[*shape, 2]}")
     found = None, None, levels
     return _known.put(key, found) if key else found
 
 
-def check(name: str, argument: str, features: Tensor, described: Described, dims: str, counts: Sequence[int]) -> None:
+def check(
+    name: str,
+    argument: str,
+    features: Tensor,
+    described: Described,
+    dims: str,
+    counts: Sequence[int],
+    names: Names = OF_OPERATORS,
+) -> None:
     """Levels must fit the rows of `features`, which the caller knows as `argument`; of tensors only their kinds can be checked."""
     spatial_shapes, level_starts, levels = described
     rows = features.shape[1]
     if spatial_shapes is not None or level_starts is not None:
-        for which, tensor, more in (("spatial_shapes", spatial_shapes, ["2"]), ("level_starts", level_starts, [])):
+        for which, tensor, more in ((names.shapes, spatial_shapes, ["2"]), (names.starts, level_starts, [])):
             expected, shape = ", ".join([*dims.split(), *more]), (*counts, *map(int, more))
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: {which} must be a tensor [{expected}], as the other is; got {type(tensor).__name__}")
@@ -73,35 +92,55 @@ def check(name: str, argument: str, features: Tensor, described: Described, dims
                     f"Use {which}.to({argument}.device), or integers of Python"
                 )
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name}: {which} must be [{expected}] = {list(shape)} (from weights); got {list(tensor.shape)}")
+                wanted = f"[{expected}] = {list(shape)} (from {names.counts})"
+                raise ValueError(f"{name}: {which} must be {wanted}; got {list(tensor.shape)}")
         return
     if len(levels) != 3 * math.prod(counts):
         raise ValueError(f"{name}: levels must be (h, w, start) of {list(counts)} levels; got {reprlib.repr(levels)}")
     sizes = list(zip(levels[::3], levels[1::3]))
     for size in sizes:
         if not all(0 <= n <= LARGEST for n in size):
-            raise ValueError(f"{name}: spatial_shapes must be (h, w) with sizes from 0 to 2**31 - 1; got {size}")
+            raise ValueError(f"{name}: {names.shapes} must be (h, w) with sizes from 0 to 2**31 - 1; got {size}")
     total = sum(h * w for h, w in sizes)
     if total != rows:
         raise ValueError(
-            f"{name}: spatial_shapes must sum to the {rows} rows of {argument}, {list(features.shape)}; "
+            f"{name}: {names.shapes} must sum to the {rows} rows of {argument}, {list(features.shape)}; "
             f"got {reprlib.repr(sizes)} with {total} pixels"
         )
     for (h, w), start in zip(sizes, levels[2::3]):
         if not 0 <= start <= rows - h * w:
             raise ValueError(
-                f"{name}: level_starts must leave every level inside the {rows} rows of {argument}; got a level of "
-                f"{h}*{w} = {h * w} rows that starts at {start}. level_starts=None is the running sum"
+                f"{name}: {names.starts} must leave every level inside the {rows} rows of {argument}; got a level of "
+                f"{h}*{w} = {h * w} rows that starts at {start}. {names.starts}=None is the running sum"
             )
 
 
-def feature_maps_format(name: str, maps: Any) -> tuple[Tensor, tuple, tuple]:
-    if not isinstance(maps, (list, tuple)) or not maps:
-        raise TypeError(f"{name}: maps must be a list of tensors [B, cams, C, H, W], one for each level; got {reprlib.repr(maps)}")
-    checks.shapes(name, **{f"maps[{i}]": (x, f"B cams C H{i} W{i}") for i, x in enumerate(maps)})
-    for i, x in enumerate(maps):
-        if x.dtype != maps[0].dtype:
-            raise TypeError(f"{name}: maps[{i}] must be {maps[0].dtype}, as maps[0] is; got {x.dtype}")
+def check_maps(name: str, **groups: Any) -> None:
+    """Maps ``[B, cams, C, H, W]``, one for each level, of one group of cameras or of several, each under its name."""
+    for argument, maps in groups.items():
+        if not isinstance(maps, (list, tuple)) or not maps:
+            raise TypeError(
+                f"{name}: {argument} must be a list of tensors [B, cams, C, H, W], one for each level; got {checks.kind(maps)}"
+            )
+    operands: dict[str, tuple[Any, str]] = {}
+    for g, (argument, maps) in enumerate(groups.items()):
+        own = "" if len(groups) == 1 else f"{g}_"  # a group has cameras and sizes of its own
+        operands.update({f"{argument}[{i}]": (x, f"B cams{own[:-1]} C H{own}{i} W{own}{i}") for i, x in enumerate(maps)})
+    checks.shapes(name, **operands)
+    (first, (like, _)), *others = operands.items()
+    for argument, (x, _) in others:
+        if x.dtype != like.dtype:
+            raise TypeError(
+                f"{name}: {argument} must be {like.dtype}, as {first} is; got {x.dtype}. Use {argument}.to({first}.dtype)"
+            )
+    levels = {argument: len(maps) for argument, maps in groups.items()}
+    if len(set(levels.values())) > 1:
+        counts = ", ".join(f"{count} in {argument}" for argument, count in levels.items())
+        raise ValueError(f"{name}: every group of cameras must have the same number of levels; got {counts}")
+
+
+def feature_maps_format(name: str, maps: Any, argument: str = "maps") -> tuple[Tensor, tuple, tuple]:
+    check_maps(name, **{argument: maps})
     features = torch.cat([x.flatten(3).transpose(2, 3) for x in maps], 2).flatten(1, 2)
     shapes = tuple((x.shape[3], x.shape[4]) for x in maps)
     starts, start = [], 0
@@ -173,26 +212,27 @@ def _on_host(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)
 
 
-def _listed(name: str, argument: str, x: Any) -> Any:
+def listed(name: str, argument: str, x: Any) -> Any:
+    """Integers of Python, if `x` is a tensor of them."""
     if not isinstance(x, Tensor):
         return x
     _integer(name, argument, x)
     return x.tolist()
 
 
-def _read(name: str, spatial_shapes: Any, level_starts: Any, dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read(name: str, spatial_shapes: Any, level_starts: Any, dims: str, names: Names) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How many levels there are, and (h, w, start) of each."""
-    shape, sizes = _integers(name, "spatial_shapes", spatial_shapes, f"{dims} 2")
+    shape, sizes = _integers(name, names.shapes, spatial_shapes, f"{dims} 2")
     h, w = sizes[::2], sizes[1::2]
     if level_starts is None:
         starts = [0] * len(h)
         for i in range(1, len(h)):
             starts[i] = starts[i - 1] + h[i - 1] * w[i - 1]
     else:
-        of_starts, starts = _integers(name, "level_starts", level_starts, dims)
+        of_starts, starts = _integers(name, names.starts, level_starts, dims)
         if of_starts != shape[:-1]:
-            expected = f"[{', '.join(dims.split())}] = {list(shape[:-1])} (from spatial_shapes)"
-            raise ValueError(f"{name}: level_starts must be {expected}; got {list(of_starts)}")
+            expected = f"[{', '.join(dims.split())}] = {list(shape[:-1])} (from {names.shapes})"
+            raise ValueError(f"{name}: {names.starts} must be {expected}; got {list(of_starts)}")
     return shape[:-1], tuple([number for level in zip(h, w, starts) for number in level])
 
 

@@ -59,7 +59,7 @@ def arguments(features: Any, spatial_shapes: Any, level_starts: Any, locations: 
                 f"{NAME}: spatial_shapes and level_starts must be None where features is a list of maps, which have shapes; "
                 f"got {type(spatial_shapes).__name__} and {type(level_starts).__name__}"
             )
-        features, spatial_shapes, level_starts = pyramid.feature_maps_format(NAME, features)
+        features, spatial_shapes, level_starts = pyramid.feature_maps_format(NAME, features, "features")
     sizes = weights.shape[3:5] if isinstance(weights, Tensor) and weights.ndim == 6 and not weights.is_nested else None
     shapes, starts, levels = pyramid.described(NAME, spatial_shapes, level_starts, "cams L", sizes)
     return features, shapes, starts, locations, weights, levels, outside == "drop"

@@ -30,6 +30,9 @@ def check_options(mode: Any, padding_mode: Any, align_corners: Any) -> None:
 
 def _check_folded(input: Any, grid: Any, mode: Any, padding_mode: Any, align_corners: Any) -> None:
     """What holds of every call, also of one whose batch torch.func has folded."""
+    for argument, x in (("input", input), ("grid", grid)):
+        if isinstance(x, Tensor):
+            checks.dense("grid_sample", argument, x)
     volume = getattr(input, "ndim", 4) == 5
     if isinstance(input, Tensor) and isinstance(grid, Tensor) and (input.ndim != grid.ndim or input.ndim not in (4, 5)):
         raise ValueError(

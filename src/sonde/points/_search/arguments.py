@@ -146,6 +146,7 @@ def widths(name: str, sigma: Any, form: Form) -> tuple[Tensor | None, float]:
     if not isinstance(sigma, Tensor):
         return None, positive(name, "sigma", sigma)
     B = form.queries.shape[0]
+    checks.dense(name, "sigma", sigma)
     if not sigma.is_floating_point():
         raise TypeError(f"{name}: sigma must be a floating-point tensor or a number; got {sigma.dtype}")
     if sigma.device != form.queries.device:

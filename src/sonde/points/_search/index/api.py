@@ -12,7 +12,7 @@ from torch import Tensor
 from ....op import checks, plan
 from ....op.plan import Impl
 from ....op.register import operator
-from ....op.torch_private import unwrapped, without_transforms
+from ....op.torch_private import outside_of_transforms, unwrapped, version
 from ..checks import implementation, in_memory, offsets, plain
 from ..hash import point_hash
 from . import reference
@@ -61,7 +61,7 @@ class Memory:
 
     @staticmethod
     def now(points: Tensor) -> tuple:
-        return points.data_ptr(), points.stride(), -1 if points.is_inference() else points._version
+        return points.data_ptr(), points.stride(), version(points)
 
     def holds(self, points: Tensor) -> bool:
         """Whether `points`, of the same shape and dtype, are these elements, unwritten."""
@@ -99,8 +99,7 @@ def _hash_of(points: Tensor) -> Tensor:
     seen = _seen(points)[0]
     if seen is None:
         return point_hash(_rows(points))
-    with without_transforms():  # no transform is to wrap what is only compared
-        return point_hash(_rows(seen))
+    return outside_of_transforms(lambda x: point_hash(_rows(x)), seen)  # no transform is to wrap what is only compared
 
 
 def _rows(points: Tensor) -> Tensor:
@@ -198,8 +197,6 @@ class PointIndex(NamedTuple):
         seen, then = _seen(points)[0], _seen(self.hash)[0]
         if seen is None or then is None or not (waits or seen.device.type == "cpu"):
             return now == self.hash
-        with without_transforms():
-            same = torch.equal(now, then)
-        if not same:
+        if not outside_of_transforms(torch.equal, now, then):
             raise ValueError(f"{name}: index must be that of these points; they were moved or written since it was built; {REMEDY}")
         return None
