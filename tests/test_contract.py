@@ -214,6 +214,59 @@ def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch)
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+# ---- what is not finite ---------------------------------------------------------------------------------------------------
+
+PLACES = ("samples", "grid", "locations", "points", "sigma")  # arguments that say where or how wide, not what
+
+
+def places(operator: Operator, args) -> list[int]:
+    names = (*PLACES, "queries") if operator.lists else PLACES
+    return [i for i in floats(args) if operator.arguments[i] in names]
+
+
+@pytest.mark.parametrize("layout", ["uniform", "hostile"])
+def test_values_that_are_not_finite(operator, target, layout):
+    """An entry is finite in every implementation or in none, and what is finite has no part in it."""
+    narrow = dict(sigma=0.005) if operator.lists and layout == "uniform" else {}  # so that some neighbours weigh nothing
+    args = tiny(operator, target, torch.float32, B=1, Q=5, D=4, layout=layout, **narrow)
+    grads = cotangents(tuple_of(operator.reference(*args)))
+    names, some = ["value", *(f"gradient of {operator.arguments[i]}" for i in floats(args))], 0
+    for place in [i for i in floats(args) if i not in places(operator, args)] + [None]:
+        for bad, first in ((torch.inf, 0.3), (-torch.inf, 0.55), (torch.nan, 0.9)):
+            given, incoming = [a.clone() if isinstance(a, Tensor) else a for a in args], [g.clone() for g in grads]
+            planted = (incoming[0] if place is None else given[place]).view(-1)
+            planted[int(first * len(planted))] = bad
+            with deterministic(first < 0.5):
+                (want, want_grads), (got, got_grads) = (
+                    value_and_grads(f, given, incoming) for f in (operator.reference, operator.call(target))
+                )
+            for name, a, b in zip(names, [*got, *got_grads], [*want, *want_grads], strict=True):
+                what = f"{bad} in {'the gradient' if place is None else operator.arguments[place]}: {name}"
+                assert torch.equal(a.isfinite(), b.isfinite()), f"{what}: not finite in other places than the reference"
+                finite = b.isfinite()
+                torch.testing.assert_close(a[finite], b[finite], rtol=1e-4, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
+                some += int(not finite.all())
+    assert some
+
+
+@pytest.mark.parametrize("why", ["outside", "not finite", "nothing to see"])
+def test_what_is_absent_is_never_read(operator, impl, why):
+    """Pixels and neighbours that are not there meet no weight, no query and no gradient, whatever those are: zeros everywhere."""
+    empty = {"N" if operator.lists else "H": 0} if why == "nothing to see" else {}
+    args = list(tiny(operator, impl, torch.float32, B=1, **empty))
+    for i in floats(args):
+        if i not in places(operator, args):
+            args[i] = torch.full_like(args[i], torch.inf)
+        elif why != "nothing to see" and operator.arguments[i] not in ("queries", "sigma"):
+            nearest = operator.name.startswith("knn")  # to which the farthest point is a neighbour
+            beside = torch.nan if nearest else 50.0 if operator.lists else 1.7
+            args[i] = torch.full_like(args[i], beside if why == "outside" else torch.nan)
+    incoming = [torch.full_like(o, torch.inf) for o in tuple_of(operator.reference(*args))]
+    outs, grads = value_and_grads(operator.call(impl), args, incoming)
+    for name, x in zip(["value", *(operator.arguments[i] for i in floats(args))], [*outs, *grads], strict=True):
+        assert torch.equal(x, torch.zeros_like(x)), name
+
+
 # ---- layouts ------------------------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,44 @@ def test_reflections_from_far_away(target):
         assert_agrees(OPERATOR, target, (input, grid, mode, "reflection", align), f"{mode} {align}")
 
 
+def kinds(x):
+    """0 where an entry is finite, else which infinity it is, or NaN."""
+    return x.isposinf() + 2 * x.isneginf() + 3 * x.isnan()
+
+
+@every_combination
+def test_pixels_and_gradients_that_are_not_finite(impl, dim, mode, padding, align):
+    """Values and the input's gradient are infinite or NaN where torch's are, and the grid's gradient is finite where torch's is.
+
+    Except that a sample which sees nothing has a gradient of zero, and so has every sample of the nearest pixel.
+    """
+    if impl.interpreted and align and (dim, mode) != (2, "bicubic"):
+        pytest.skip("the interpreter is slow")
+    generator = torch.Generator().manual_seed(dim)
+    for C, layout in ((2, torch.Tensor.contiguous), *(((2, channels_last), (9, channels_last)) if impl.impl == "numba" else ())):
+        input, grid, *options = make(impl, dim, torch.float32, C=C, B=1, Q=6, D=8, mode=mode, padding=padding, corners=align)
+        some = torch.tensor(CORNERS)[torch.randint(len(CORNERS), grid.shape, generator=generator)].to(impl.device)
+        grid = torch.where(torch.rand(grid.shape, generator=generator).to(impl.device) < 0.5, some, grid)
+        grad = cotangents([F.grid_sample(input, grid, *options)])[0]
+        seen = F.grid_sample(torch.full_like(input, torch.nan), grid, *options).isnan()[:, 0]
+        for planted in ("input", "grad"):
+            args, given = (input.clone(), grid, *options), grad.clone()
+            x = (args[0] if planted == "input" else given).flatten(2)[:, 1]  # of one channel
+            x[:, 1::9], x[:, 2::18], x[:, -1] = torch.inf, torch.nan, -torch.inf
+            args = (layout(args[0]), *args[1:])
+            with deterministic(planted == "grad"):
+                (out,), (d_input, d_grid) = value_and_grads(call(impl), args, [given])
+            (want,), (want_input, want_grid) = value_and_grads(F.grid_sample, args, [given])
+            assert not (want.isfinite().all() and want_input.isfinite().all())
+            assert torch.equal(kinds(out), kinds(want))
+            assert torch.equal(kinds(d_input), kinds(want_input))
+            if mode == "nearest":
+                assert d_grid.eq(0).all()
+            else:
+                assert torch.equal(d_grid[seen].isfinite(), want_grid[seen].isfinite())
+                assert d_grid[~seen].eq(0).all()
+
+
 # ---- beyond torch -------------------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDE
         x = tl.where(back, span - rest, rest) + LOW
     if PAD > 0:
         if TAPS == 4:  # its taps are folded one by one; beyond this all of them are the border
-            x = tl.minimum(tl.maximum(x, -1), N)
+            x = tl.where(x < -1, -2.0, tl.minimum(x, N))  # at −1 the last tap is the second pixel; beyond, all are the first
         else:
             slope = tl.where((x > 0) & (x < N - 1), slope, 0)
             x = tl.minimum(tl.maximum(x, 0), N - 1)

@@ -109,15 +109,20 @@ def _constants(p: Problem, config: Config) -> tuple:
     return p.C, p.stride, p.heads, p.octaves, accumulator(p.wide), offset, *blocks
 
 
+def _sizes(p: Problem) -> tuple[int, int, int, int]:
+    """Images without pixels get a width that no sample is within: within 0 there is a place at −½, where weights would be read."""
+    return p.H, p.W if p.H * p.W else -1, p.Q, p.D
+
+
 def launch_form(p: Problem, config: Config) -> Launch:
     grid = (p.B * cdiv(p.Q, config.block_q), 1, 1)
-    return Launch(grid, (p.H, p.W, p.Q, p.D), (*_constants(p, config), p.d_stride), config.num_warps)
+    return Launch(grid, _sizes(p), (*_constants(p, config), p.d_stride), config.num_warps)
 
 
 def launch_rows(p: Problem, config: Config) -> Launch:
     grid = (p.B * cdiv(p.Q, config.block_q), cdiv(_tiles(p), config.tiles), 1)
     long = cdiv(p.D, config.block_d) > MANY.value
-    return Launch(grid, (p.H, p.W, p.Q, p.D), (*_constants(p, config), p.d_stride, long), config.num_warps)
+    return Launch(grid, _sizes(p), (*_constants(p, config), p.d_stride, long), config.num_warps)
 
 
 def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *results) -> dict[int, Tensor]:

@@ -16,24 +16,27 @@ def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     """Images ``[B, C, H, W]`` at `samples` ``[B, Q, D, 2]`` → values ``[B, C, Q, D]`` and whether a sample sees the image.
 
     A corner outside the image reads a pixel of zeros that is appended to it, so nothing is ever multiplied by zero
-    to make it vanish, and a gradient that belongs to no pixel goes nowhere.
+    to make it vanish, and a gradient that belongs to no pixel goes nowhere. Nor does a gradient meet that pixel on its way to the
+    samples, since infinity times zero is NaN.
     """
     B, C, H, W = images.shape
     x, y = (((u + 1) * size - 1) / 2 for u, size in zip(samples.to(dtype).unbind(-1), (W, H)))
-    live = (x >= -1) & (x < W) & (y >= -1) & (y < H)  # false for NaN and for infinities
+    live = (x >= -1) & (x < W) & (y >= -1) & (y < H) & (H * W > 0)  # false for NaN and for infinities
     x, y = torch.where(live, x, 0), torch.where(live, y, 0)
     x0, y0 = x.floor(), y.floor()
     fx, fy = x - x0, y - y0
     x0, y0 = x0.long(), y0.long()
     pixels = torch.cat([images.flatten(2).to(dtype), images.new_zeros(B, C, 1, dtype=dtype)], -1)
 
-    def corner(dy: int, dx: int) -> Tensor:
+    def corner(dy: int, dx: int, share: Tensor) -> Tensor:
         row, column = y0 + dy, x0 + dx
         inside = live & (row >= 0) & (row < H) & (column >= 0) & (column < W)
         index = torch.where(inside, row * W + column, H * W).flatten(1)[:, None]
-        return pixels.gather(2, index.expand(-1, C, -1)).unflatten(2, x.shape[1:])
+        value = pixels.gather(2, index.expand(-1, C, -1)).unflatten(2, x.shape[1:])
+        return torch.where(inside[:, None], share * value, 0)
 
     fx, fy = fx[:, None], fy[:, None]
-    top = (1 - fx) * corner(0, 0) + fx * corner(0, 1)
-    bottom = (1 - fx) * corner(1, 0) + fx * corner(1, 1)
-    return (1 - fy) * top + fy * bottom, live
+    top = corner(0, 0, 1 - fx) + corner(0, 1, fx)
+    bottom = corner(1, 0, 1 - fx) + corner(1, 1, fx)
+    upper, lower = (live & (y0 >= 0))[:, None], (live & (y0 < H - 1))[:, None]
+    return torch.where(upper, (1 - fy) * top, 0) + torch.where(lower, fy * bottom, 0), live

@@ -89,7 +89,9 @@ def place(u, size, taps, pad, align):
         live = (magnitude(u) < np.inf) & (x < np.inf) if pad == 2 else magnitude(u) < np.inf
         if taps < 4:
             slope = where((x > lowest) & (x < highest), slope, 0)
-        x = where(x > lowest, x, lowest)
+            x = where(x > lowest, x, lowest)
+        else:  # at −1 the last tap is the second pixel; beyond, all of them are the first
+            x = where(x < lowest, lowest - 1, x)
         x = where(live, where(x < highest, x, highest), -16)
     return where((x >= -2) & (x <= n + 1) & (n > 0), x, -16), slope
 

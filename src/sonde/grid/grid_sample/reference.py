@@ -35,44 +35,50 @@ def grid_sample(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align
             index, weight = index * size + i, weight * w
         index = torch.where(inside, index, pixels.shape[-1] - 1).reshape(n, 1, -1 if n else 0)  # the grids of an image in a row
         value = pixels.gather(2, index.expand(-1, C, -1)).unflatten(2, (B // max(1, n), *points)).transpose(1, 2)
-        out = out + value.flatten(0, 1) * weight[:, None]
+        out = out + torch.where(inside[:, None], value.flatten(0, 1) * weight[:, None], 0)  # no gradient is multiplied by it either
     return out.to(input.dtype).contiguous(memory_format=memory_format(input, True))
 
 
 def _axis(u: Tensor, size: int, mode: str, padding_mode: str, align_corners: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Along one axis, the taps (pixel, weight) of each sample, and which samples are too far to be told where they are."""
-    x = (u + 1) / 2 * (size - 1) if align_corners else ((u + 1) * size - 1) / 2
+    at = u.detach()
+    x = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
+    rate = torch.full_like(x, (size - 1) / 2 if align_corners else size / 2)  # d x / d u
     far = torch.zeros_like(x, dtype=torch.bool)
     if mode != "bicubic":
-        x, far = _pad(x, size, padding_mode, align_corners)
+        x, rate, far = _pad(x, rate, size, padding_mode, align_corners)
     x, far = _within(x, size, far, mode, padding_mode)
-    if mode == "nearest":
-        return [(x.round().long(), 1 + 0 * x)], far  # halves go to the even pixel; the gradient is zero, and there
+    if mode == "nearest":  # halves go to the even pixel; the gradient is zero whatever comes, and there
+        return [(x.round().long(), 1 + torch.where(torch.zeros_like(far), u, 0))], far
     x0 = x.floor()
-    t, i = x - x0, x0.long()
+    # the rate is a factor, as in torch: where it is zero, at the border, an infinite gradient becomes NaN
+    t, i = x - x0 + rate * (u - at), x0.long()
     if mode == "bilinear":
         return [(i, 1 - t), (i + 1, t)], far
     weights = (_outer(t + 1), _inner(t), _inner(1 - t), _outer(2 - t))
     return [(_fold(i + k, size, padding_mode, align_corners), w) for k, w in zip((-1, 0, 1, 2), weights)], far
 
 
-def _pad(x: Tensor, size: int, padding_mode: str, align_corners: bool) -> tuple[Tensor, Tensor]:
+def _pad(x: Tensor, rate: Tensor, size: int, padding_mode: str, align_corners: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Into the image, with a zero derivative where the coordinate meets the border."""
     far = torch.zeros_like(x, dtype=torch.bool)
     if padding_mode == "zeros":
-        return x, far
+        return x, rate, far
     if padding_mode == "reflection":
         low, span = (0.0, size - 1) if align_corners else (-0.5, size)
         if span < 1:
-            return 0 * x, far
-        a = torch.where(x - low < 0, -(x - low), x - low)
+            return 0 * x, 0 * rate, far
+        before, a = x < low, (x - low).abs()
         far = a >= 2**30
         a = torch.where(far, 0, a)
         whole = a.floor()
         i = whole.long()  # the remainder by integers is exact
         rest = (i % span).to(x) + (a - whole)
-        x = torch.where(i // span % 2 == 0, rest, span - rest) + low
-    return torch.where(x <= 0, 0, torch.where(x >= size - 1, size - 1, x)), far
+        back = i // span % 2 == 1
+        x = torch.where(back, span - rest, rest) + low
+        rate = torch.where(back ^ before, -rate, rate)
+    rate = torch.where((x > 0) & (x < size - 1), rate, 0)
+    return torch.where(x <= 0, 0, torch.where(x >= size - 1, size - 1, x)), rate, far
 
 
 def _within(x: Tensor, size: int, far: Tensor, mode: str, padding_mode: str) -> tuple[Tensor, Tensor]:

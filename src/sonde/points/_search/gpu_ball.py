@@ -294,7 +294,8 @@ def _ball_gradients(
                     uy = tl.where(apart, over * dy.to(ACC), 0.0)
                     uz = tl.where(apart, over * dz.to(ACC), 0.0)
                     if COLUMNS:
-                        a = tl.where(here & (w < 1), a - tl.load(delta + i), 0.0)  # a weight of 1 leaves nothing to change
+                        mean = tl.load(delta + i)
+                        a = tl.where(here, tl.where(w < 1, a - mean, 0.0 * mean), 0.0)  # a weight of 1 leaves nothing, or NaN
                     else:
                         p = tl.where(here & (weight == 0) & (pw == 0), a, p)  # nothing has been summed that counts from another
                         a = tl.where(here, a - p, 0.0)

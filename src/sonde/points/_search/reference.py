@@ -150,10 +150,11 @@ def aggregate(
     least = torch.where(least < torch.inf, least, 0)
     gap = (least - near).double()
     seen = found & (gap >= -WEIGHTLESS[wide] * s)  # elsewhere exp is 0, and x/σ may be infinite
-    e = torch.where(seen, (torch.where(seen, gap, 0) / s).to(wide).exp(), 0)
+    none = 0 * (gap - gap.detach()).to(wide)  # a weight of zero is a factor of its gradient, as in torch's softmax
+    e = torch.where(seen, (torch.where(seen, gap, 0) / s).to(wide).exp(), torch.where(found, none, 0))
     total = e.sum(-1, keepdim=True)
     some = total > 0
     w = e / torch.where(some, total, 1)
-    out = (w[..., None] * rows_at(features.to(wide), indices)).sum(2)
+    out = torch.where(found[..., None], w[..., None] * rows_at(features.to(wide), indices), 0).sum(2)
     share = torch.where(some, 1 / torch.where(some, total, 1), 0)
     return out.to(features.dtype), d, torch.cat([least, share], -1)
