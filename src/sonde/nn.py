@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .grid import _pyramid as pyramid
 from .grid import deformable_aggregation, feature_maps_format, grid_sample, ms_deform_attn
+from .grid._pyramid import levels as pyramid
 from .grid.grid_sample.api import check_options
 from .op import checks
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grid import _pyramid as pyramid
 from ..grid import deformable_aggregation as _deformable_aggregation
 from ..grid import feature_maps_format as _feature_maps_format
+from ..grid._pyramid import levels as pyramid
 from ..op import checks
 
 __all__ = ["CUDA_EXT_AVAILABLE", "DeformableAggregationFunction", "deformable_aggregation_function", "feature_maps_format"]

@@ -16,6 +16,7 @@ from .._device.axes import over_channels
 from .._device.layout import as_images
 from .._device.long_sums import MANY, nothing, plus, settled
 from .._device.taps import TURN, channel, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
+from .reference import dots
 
 BLOCK_C = 32  # channels of a tile: eight threads with one access each
 
@@ -126,9 +127,7 @@ def launch_rows(p: Problem, config: Config) -> Launch:
 
 
 def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *results) -> dict[int, Tensor]:
-    """T is the sum of coef · sample_dot: its value gives one derivative, its gradient the others. In slices of the queries."""
-    from ..sample_dot.reference import sample_dot
-
+    """T is the sum of coef · dots: its value gives one derivative, its gradient the others. In slices of the queries."""
     memory, images = results[0], _unpadded(p, images, p.stride)
     results = (_unpadded(p, memory, p.d_stride), *results[1:])
     wanted = {name: i for i, name in enumerate(("images", "samples", "coef", "depths", "rows")) if results[i] is not None}
@@ -143,7 +142,7 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
         given = dict(images=images, samples=samples[:, part], rows=row, depths=None if depths is None else depths[:, part])
         leaves: dict[str, Any] = {k: v if v is None else v.detach().to(p.wide).requires_grad_() for k, v in given.items()}
         with torch.enable_grad():
-            value = sample_dot(leaves["images"], leaves["samples"], leaves["rows"], leaves["depths"], p.octaves)
+            value = dots(leaves["images"], leaves["samples"], leaves["rows"], leaves["depths"], p.octaves, p.wide)
         if "coef" in wanted:
             sums["coef"][:, :, part] = value.detach()
         asked = [name for name in wanted if name != "coef"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-
-
-def joint_batch(*operands: Tensor) -> int:
-    """The batch of operands of which each repeats its rows, all equally often, until there are as many as of the others."""
-    sizes = [t.shape[0] for t in operands]
-    return max(sizes) if all(sizes) else 0
 
 
 def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -40,3 +36,25 @@ def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     bottom = corner(1, 0, 1 - fx) + corner(1, 1, fx)
     upper, lower = (live & (y0 >= 0))[:, None], (live & (y0 < H - 1))[:, None]
     return torch.where(upper, (1 - fy) * top, 0) + torch.where(lower, fy * bottom, 0), live
+
+
+def dots(images: Tensor, samples: Tensor, rows: Tensor, depths: Tensor | None, octaves: int, dtype: torch.dtype) -> Tensor:
+    """Samples · rows ``[B, h, Q, C − 2·octaves]``, and their last channels · the encoding of depths → ``[B, h, Q, D]``.
+
+    This is the derivative of the form T (``gpu.py``) by its coefficients.
+    """
+    values, live = taps(images, samples, dtype)  # [B, C, Q, D], [B, Q, D]
+    plain, encoded = values.split([rows.shape[3], 2 * octaves], 1)
+    out = (rows.to(dtype).transpose(2, 3)[..., None] * plain[:, None]).sum(2)  # [B, h, Q, D]
+    if octaves:
+        assert depths is not None
+        waves = encoding(torch.where(live, depths.to(dtype), 0), octaves)  # [B, 2·octaves, Q, D]
+        out = out + (waves * encoded).sum(1)[:, None]
+    return torch.where(live[:, None], out, 0)
+
+
+def encoding(depths: Tensor, octaves: int) -> Tensor:
+    """``sin 2πt, cos 2πt`` for t = depth, 2·depth, 4·depth, … as channels; t is reduced to [−½, ½] first, which is exact."""
+    t = depths[:, None] * 2.0 ** torch.arange(octaves, device=depths.device, dtype=depths.dtype)[:, None, None]
+    r = 2 * math.pi * (t - t.round())
+    return torch.stack([r.sin(), r.cos()], 2).flatten(1, 2)

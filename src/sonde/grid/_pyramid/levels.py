@@ -1,4 +1,4 @@
-"""Feature pyramids stored row after row: what a caller may say of their levels, and how the definition reads them."""
+"""Feature pyramids stored row after row: what a caller may say of their levels, checked."""
 
 from __future__ import annotations
 
@@ -153,57 +153,12 @@ def feature_maps_format(name: str, maps: Any, argument: str = "maps") -> tuple[T
     return features, (shapes,) * len(starts), tuple(starts)
 
 
-def tensors(described: Described, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Height, width and first row of every level, as integer tensors of this shape."""
-    spatial_shapes, level_starts, levels = described
-    if spatial_shapes is None or level_starts is None:
-        h, w, start = torch.tensor(list(levels), dtype=torch.int64, device=device).reshape(*shape, 3).unbind(-1)
-        return h, w, start
-    h, w = spatial_shapes.to(device, torch.int64).unbind(-1)
-    return h.reshape(*shape), w.reshape(*shape), level_starts.to(device, torch.int64).reshape(*shape)
-
-
 def numbers(described: Described) -> Sequence[int]:
     """(h, w, start) of each level, on the host, from tensors too if they are there; nobody has checked those."""
     spatial_shapes, level_starts, levels = described
     if spatial_shapes is None or level_starts is None:
         return levels
     return torch.cat([spatial_shapes.long(), level_starts.long()[..., None]], -1).flatten().tolist()
-
-
-def taps(
-    rows: Tensor, locations: Tensor, levels: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, drop: bool
-) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, S, C]`` at `locations` ``[N, …, 2]`` in the levels beside them → values ``[N, …, C]`` and whether each is there.
-
-    A corner outside its level, or outside the rows, reads a row of zeros that is appended to them, so nothing is ever multiplied
-    by zero to make it vanish, and a gradient that belongs to no pixel goes nowhere. Nor does a gradient meet that row on its way to
-    the locations, since infinity times zero is NaN.
-    """
-    (N, S, C), (H, W, start) = rows.shape, levels
-    u, v = locations.to(dtype).unbind(-1)
-    x, y = u * W.to(dtype) - 0.5, v * H.to(dtype) - 0.5
-    live = (x >= -1) & (x < W) & (y >= -1) & (y < H) & (W > 0) & (H > 0)  # false for NaN and for infinities
-    if drop:
-        live = live & (u > 0) & (u < 1) & (v > 0) & (v < 1)
-    x, y = torch.where(live, x, 0), torch.where(live, y, 0)
-    x0, y0 = x.floor(), y.floor()
-    fx, fy = (x - x0)[..., None], (y - y0)[..., None]
-    x0, y0 = x0.long(), y0.long()
-    pixels = torch.cat([rows.to(dtype), rows.new_zeros(N, 1, C, dtype=dtype)], 1)
-
-    def corner(dy: int, dx: int, share: Tensor) -> Tensor:
-        row, column = y0 + dy, x0 + dx
-        index = start + row * W + column
-        inside = live & (row >= 0) & (row < H) & (column >= 0) & (column < W) & (index >= 0) & (index < S)
-        index = torch.where(inside, index, S).flatten(1)[..., None]
-        value = pixels.gather(1, index.expand(-1, -1, C)).unflatten(1, x.shape[1:])
-        return torch.where(inside[..., None], share * value, 0)
-
-    top = corner(0, 0, 1 - fx) + corner(0, 1, fx)
-    bottom = corner(1, 0, 1 - fx) + corner(1, 1, fx)
-    upper, lower = (live & (y0 >= 0))[..., None], (live & (y0 < H - 1))[..., None]
-    return torch.where(upper, (1 - fy) * top, 0) + torch.where(lower, fy * bottom, 0), live
 
 
 def _on_host(x: Any) -> bool:

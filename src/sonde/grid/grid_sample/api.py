@@ -11,8 +11,8 @@ from ...op import checks
 from ...op.layout import memory_format
 from ...op.plan import Impl
 from ...op.register import operator
-from .._epipolar.reference import joint_batch
 from . import reference
+from .reference import joint_batch
 
 Mode = Literal["bilinear", "nearest", "bicubic"]
 Padding = Literal["zeros", "border", "reflection"]

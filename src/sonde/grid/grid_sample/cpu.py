@@ -21,11 +21,11 @@ from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.layout import memory_format
 from ...op.memory import dense, empty, zeros
 from ...op.plan import Determinism, Kernel
-from .._epipolar.reference import joint_batch
 from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import LENGTH, clear, crowd_of, crowded, flush, flush_planes, hits_of, met, settle, settle_planes
 from .cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
 from .cpu_taps import BLOCK, axis
+from .reference import joint_batch
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 TAPS = (2, 1, 4)  # of each mode, along an axis

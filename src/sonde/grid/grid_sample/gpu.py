@@ -16,10 +16,10 @@ from ...op.plan import Determinism
 from .._device.axes import MODES, PADDINGS, TAPS
 from .._device.fixed_point import ADD, FLOAT, MARK, TELL, add_finish, add_largest
 from .._device.layout import few, into_pixels, into_planes, pixel_stride, pixels_outline, pixels_size
-from .._epipolar.reference import joint_batch
 from . import gpu_gather as gathers
 from .gpu_configs import problem, units
 from .gpu_kernels import gradients, sample
+from .reference import joint_batch
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 Options = tuple[str, str, bool]

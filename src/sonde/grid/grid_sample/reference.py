@@ -9,9 +9,14 @@ from torch import Tensor
 
 from ...op.dtypes import accumulator
 from ...op.layout import memory_format
-from .._epipolar.reference import joint_batch
 
 A = -0.75  # of the cubic kernel, as every user of images has it
+
+
+def joint_batch(*operands: Tensor) -> int:
+    """The batch of operands of which each repeats its rows, all equally often, until there are as many as of the others."""
+    sizes = [t.shape[0] for t in operands]
+    return max(sizes) if all(sizes) else 0
 
 
 def grid_sample(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .._pyramid import levels as pyramid
+from .._pyramid.reference import taps, tensors
 
 
 def ms_deform_attn(
@@ -23,9 +23,9 @@ def ms_deform_attn(
     weights = weights.to(wide)
     if logits:
         weights = weights.flatten(3).softmax(-1).unflatten(3, (L, P))
-    sizes = pyramid.tensors((spatial_shapes, level_starts, levels), (L, 1), value.device)
+    sizes = tensors((spatial_shapes, level_starts, levels), (L, 1), value.device)
     of_head, at = value.transpose(1, 2).flatten(0, 1), locations.transpose(1, 2).flatten(0, 1)  # [B·h, S, D], [B·h, Q, L, P, 2]
-    values, live = pyramid.taps(of_head, at, sizes, wide, drop=False)
+    values, live = taps(of_head, at, sizes, wide, drop=False)
     weights = torch.where(live, weights.transpose(1, 2).flatten(0, 1), 0)
     out = (weights[..., None] * values).sum((2, 3))  # [B·h, Q, D]
     return out.unflatten(0, (B, h)).transpose(1, 2).reshape(B, Q, h * D).to(value.dtype)
