@@ -12,8 +12,19 @@ from torch import Tensor
 from ...jit.steps import Pass
 from ...op.gpu import Launch, accumulator, cdiv
 from ...op.plan import Determinism
+from .._device.long_sums import nothing
 from .._device.taps import fetch, locate, octave, wave
-from .._scatter.segments import BLOCK, BLOCK_C, add_gather, add_segments, bytes_at_most, pieces
+from .._scatter.segments import (
+    BLOCK,
+    BLOCK_C,
+    add_gather,
+    add_segments,
+    bytes_at_most,
+    first_samples,
+    next_samples,
+    pieces,
+    put_sums,
+)
 from .gpu_kernels import Problem
 
 TILES = 5  # tiles of channels whose sums one program keeps in registers
@@ -62,7 +73,7 @@ def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[st
     pixels = p.view("pixels", slots["out"], lambda t: t.as_strided(shape, strides))
     operands = [*(slots.get(name) for name in OPERANDS), of.order, of.first, of.begin, sums]
     for c0 in range(0, C, tile):
-        constants = (C, c0, tile, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
+        constants = (C, c0, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
         p.start(_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
         outline = torch.empty_strided(shape, strides, device="meta")
         add_gather(p, sums, tile, n.wide, of, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
@@ -96,15 +107,14 @@ def _sums(
     order,  # [N], which sample
     first,  # [P + 1]
     begin,  # [cells + 1]
-    sums,  # [P, 4, TILE]
+    sums,  # [P, 4, TILES·BLOCK_C]
     H,
     W,
     Q,
     D,
     LAST,
     C: tl.constexpr,
-    C0: tl.constexpr,  # channels from C0 to C0 + TILE
-    TILE: tl.constexpr,
+    C0: tl.constexpr,  # the first channel
     HEADS: tl.constexpr,
     OCTAVES: tl.constexpr,
     ACC: tl.constexpr,
@@ -116,15 +126,11 @@ def _sums(
     p = tl.program_id(0).to(tl.int64)
     if p < tl.load(begin + LAST):  # the samples behind it see no pixel
         start, stop = tl.load(first + p), tl.load(first + p + 1)
-        totals = ()  # of each tile, the sums of its four corners
-        for _ in tl.static_range(4 * TILES):
-            totals = totals + (tl.zeros([BLOCK_N, BLOCK_C], ACC),)
-        i = start + tl.arange(0, BLOCK_N)[:, None]
-        next_sample = tl.load(order + i, mask=i < stop, other=0)
+        totals = nothing(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
+        i, next_in, next_sample = first_samples(order, start, stop, BLOCK_N)
         for _ in range(start, stop, BLOCK_N):
-            sample, in_i = next_sample.to(tl.int64), i < stop
-            i += BLOCK_N
-            next_sample = tl.load(order + i, mask=i < stop, other=0)  # its latency is hidden in this turn
+            sample, in_i = next_sample.to(tl.int64), next_in
+            i, next_in, next_sample = next_samples(order, i, stop, BLOCK_N)
             y, x = fetch(samples, sample, in_i, ACC)
             _live, _y0, _x0, fy, fx = locate(y, x, H, W, tl.int32)
             query, d = sample // D, sample % D
@@ -150,8 +156,4 @@ def _sums(
                 s = totals[4 * t : 4 * t + 4]
                 sums_ = sums_ + (s[0] + (top - fx * top), s[1] + fx * top, s[2] + (bottom - fx * bottom), s[3] + fx * bottom)
             totals = sums_
-        for t in tl.static_range(TILES):
-            at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-            for corner in tl.static_range(4):
-                total = tl.sum(totals[4 * t + corner], 0, keep_dims=True)
-                tl.store(sums + (p * 4 + corner) * TILE + at, total, mask=at < TILE)
+        put_sums(sums, p, totals, TILES, BLOCK_C)

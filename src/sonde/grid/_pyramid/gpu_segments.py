@@ -17,8 +17,8 @@ from torch import Tensor
 from ...jit.steps import Pass
 from ...op.gpu import Launch, accumulator, cdiv
 from ...op.plan import Determinism
-from .._device.long_sums import plus, settled
-from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, pieces
+from .._device.long_sums import nothing, plus, settled
+from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, first_samples, next_samples, pieces, put_sums
 from .gpu_levels import Levels, along, block_of, fetch, inside, level, put, shares
 
 TILES = 4  # tiles of channels whose sums one program keeps in registers
@@ -196,15 +196,11 @@ def _sums(
     p = tl.program_id(0).to(tl.int64)
     if p < tl.load(begin + LAST):  # the samples behind it see no pixel
         start, stop = tl.load(first + p), tl.load(first + p + 1)
-        totals = ()  # of each tile, the sums of its four corners
-        for _ in tl.static_range(4 * TILES):
-            totals = totals + (tl.zeros([BLOCK_N, BLOCK_C], ACC),)
-        i = start + tl.arange(0, BLOCK_N)[:, None]
-        next_sample = tl.load(order + i, mask=i < stop, other=0)
+        totals = nothing(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
+        i, next_in, next_sample = first_samples(order, start, stop, BLOCK_N)
         for _ in range(start, stop, BLOCK_N):
-            sample, in_i = next_sample, i < stop
-            i += BLOCK_N
-            next_sample = tl.load(order + i, mask=i < stop, other=0)  # its latency is hidden in this turn
+            sample, in_i = next_sample, next_in
+            i, next_in, next_sample = next_samples(order, i, stop, BLOCK_N)
             v, u = fetch(locations, (sample // REPEAT).to(tl.int64), in_i, ACC)
             of = table + sample // POINTS % LEVELS * 4
             _y, fy, _top, _bottom = along(v, tl.load(of).to(tl.int32), tl.int32)
@@ -221,11 +217,7 @@ def _sums(
                 s = totals[4 * t : 4 * t + 4]
                 sums_ = sums_ + (s[0] + s00 * a, s[1] + s01 * a, s[2] + s10 * a, s[3] + s11 * a)
             totals = sums_
-        for t in tl.static_range(TILES):
-            at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-            for corner in tl.static_range(4):
-                total = tl.sum(totals[4 * t + corner], 0, keep_dims=True)
-                tl.store(sums + (p * 4 + corner) * (TILES * BLOCK_C) + at, total)
+        put_sums(sums, p, totals, TILES, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["S", "HEADS", "CELLS", "LEVELS", "TILE0"])

@@ -85,6 +85,30 @@ def add_gather(
     p.start(_gather, [sums, of.begin, of.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
 
 
+@triton.jit
+def first_samples(order, start, stop, BLOCK_N: tl.constexpr):
+    """The first block of a piece's samples: where they are in the order, which there are, and which samples they are."""
+    i = start + tl.arange(0, BLOCK_N)[:, None]
+    return i, i < stop, tl.load(order + i, mask=i < stop, other=0)
+
+
+@triton.jit
+def next_samples(order, i, stop, BLOCK_N: tl.constexpr):
+    """The next block, loaded a turn ahead so that its latency is hidden."""
+    i += BLOCK_N
+    return i, i < stop, tl.load(order + i, mask=i < stop, other=0)
+
+
+@triton.jit
+def put_sums(sums, p, totals, TILES: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Store what piece `p` adds to its cell's four corners, TILES tiles of channels each, into ``[P, 4, TILES·BLOCK_C]``."""
+    for t in tl.static_range(TILES):
+        at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        for corner in tl.static_range(4):
+            total = tl.sum(totals[4 * t + corner], 0, keep_dims=True)
+            tl.store(sums + (p * 4 + corner) * (TILES * BLOCK_C) + at, total)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _starts(
     keys,  # [N], sorted
