@@ -1,0 +1,1 @@
+"""Device code that every Triton kernel of the family may use: taps, axes, layouts, fixed point."""

@@ -1,0 +1,1 @@
+"""The epipolar form, which ``sample_sum`` and ``sample_dot`` share."""

@@ -1,0 +1,1 @@
+"""Adding into pixels: segments, marked rows, sums on CPUs."""

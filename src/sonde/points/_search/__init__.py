@@ -1,0 +1,1 @@
+"""The search among points that all operators of the family share."""
