@@ -24,15 +24,12 @@ import torch
 
 from sonde import jit
 from sonde.jit import Unsupported, settings, winners
+from sonde.op.cache import sources_digest
+from sonde.operators import EDGES, OPERATORS
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPERATORS = (
-    "grid.sample_sum", "grid.sample_dot", "grid.grid_sample", "grid.deformable_aggregation", "grid.ms_deform_attn",
-    "points.knn", "points.radius_neighbors", "points.knn_aggregate", "points.radius_aggregate",
-)  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHIPPED_CASES = ("odd_sizes", "hostile", "one_pixel")  # in every shipped configuration; all cases in the default one
 
 
 def policies() -> Iterator[tuple[str, object]]:
@@ -47,19 +44,19 @@ def policies() -> Iterator[tuple[str, object]]:
         yield text, jit.PickFixed(config)
 
 
-def inside(path: str, device: str) -> int:
+def inside(name: str, device: str) -> int:
     """Run the operator's cases in this process; print how many calls there were."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from helpers import Operator, value_and_grads
+    from helpers.operators import value_and_grads
 
-    operator = Operator.find(path)
+    operator = OPERATORS[name]
     calls = refused = 0
-    for name, policy in policies():
+    for config, policy in policies():
         for case in operator.cases.SMALL:
-            if name != "default" and case not in SHIPPED_CASES:
+            if config != "default" and case not in EDGES:  # in shipped configurations these; in the default one all
                 continue
-            for dtype in DTYPES if name == "default" else DTYPES[:2]:
-                for deterministic in (False, True) if name == "default" else (False,):
+            for dtype in DTYPES if config == "default" else DTYPES[:2]:
+                for deterministic in (False, True) if config == "default" else (False,):
                     torch.use_deterministic_algorithms(deterministic)
                     args = operator.make(case, dtype=dtype, device=device)
                     try:
@@ -75,16 +72,17 @@ def inside(path: str, device: str) -> int:
 
 
 def sources() -> str:
-    files = sorted((ROOT / "src").rglob("*gpu*.py")) + sorted(winners.SHIPPED.glob("*.json"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    """Of every file that a kernel can come from, and of every shipped configuration."""
+    shipped = b"".join(file.read_bytes() for file in sorted(winners.SHIPPED.glob("*.json")))
+    return hashlib.sha256(sources_digest().encode() + shipped).hexdigest()[:16]
 
 
-def check(tool: str, path: str, limit_s: float) -> dict:
+def check(tool: str, name: str, limit_s: float) -> dict:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, sys.executable, __file__, "--inside", path], capture_output=True, text=True, timeout=limit_s
+            [*command, sys.executable, __file__, "--inside", name], capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         return dict(outcome="ran out of time", seconds=round(time.monotonic() - start))
@@ -101,7 +99,7 @@ def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--json", type=Path, default=Path("sanitizer.json"))
     ask.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
-    ask.add_argument("--operators", nargs="*", choices=OPERATORS, default=OPERATORS)
+    ask.add_argument("--operators", nargs="*", choices=OPERATORS, default=list(OPERATORS))
     ask.add_argument("--seconds", type=float, default=540, help="no pair begins after so long")
     ask.add_argument("--inside", choices=OPERATORS, help=argparse.SUPPRESS)
     given = ask.parse_args()
@@ -116,14 +114,14 @@ def main() -> int:
     known = known if all(known.get(key) == value for key, value in about.items()) else {**about, "pairs": {}}
     start = time.monotonic()
     for tool in given.tools:
-        for path in given.operators:
+        for name in given.operators:
             left = given.seconds - (time.monotonic() - start)
-            if left > 0 and known["pairs"].get(f"{tool} {path}", {}).get("outcome") != "clean":
-                known["pairs"][f"{tool} {path}"] = found = check(tool, path, max(60, left))
+            if left > 0 and known["pairs"].get(f"{tool} {name}", {}).get("outcome") != "clean":
+                known["pairs"][f"{tool} {name}"] = found = check(tool, name, max(60, left))
                 given.json.write_text(json.dumps(known, indent=1) + "\n")
-                print(tool, path, found["outcome"], f"{found['seconds']} s", flush=True)
+                print(tool, name, found["outcome"], f"{found['seconds']} s", flush=True)
     outcomes = [
-        known["pairs"].get(f"{tool} {path}", {}).get("outcome", "not run") for tool in given.tools for path in given.operators
+        known["pairs"].get(f"{tool} {name}", {}).get("outcome", "not run") for tool in given.tools for name in given.operators
     ]
     print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})
     return int(set(outcomes) != {"clean"})

@@ -31,8 +31,13 @@ if __name__ == "__main__":  # before triton is imported
         os.environ["TRITON_INTERPRET"] = "1"
 
 import sonde
-from helpers import LAYOUTS, OPERATORS, Operator, Target, assert_agrees, improve_interpreter, leaves, restride
+from helpers.exactness import assert_agrees
+from helpers.interpreter import improve_interpreter
+from helpers.memory import LAYOUTS, restride
+from helpers.operators import Target, leaves
+from sonde.operators import OPERATORS, Operator
 
+FUZZED = [operator for operator in OPERATORS.values() if operator.graded]
 REFUSALS = (TypeError, ValueError, NotImplementedError)
 SIZES = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 40)
 FEW = (0, 1, 1, 2, 3, 4, 5, 7, 9)  # where an interpreter loops over them, or sizes multiply
@@ -46,20 +51,19 @@ class Case(NamedTuple):
     said: str  # enough to read in a report
 
 
-def case(seed: int, target: Target, operator: str | None = None) -> Case:
+def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
     """The same for the same seed."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    found = Operator.find(operator or choose.choice(OPERATORS))
+    found = operator or choose.choice(FUZZED)
     name = choose.choice(list(found.cases.SMALL))
     sizes = dict(found.cases.SMALL[name])
     few = target.interpreted
-    least = getattr(found.cases, "LEAST", {})
     fixed = {"dims", "seed", "grids", "inputs"} | ({"cams", "L"} if "levels" in sizes else set())
     for key, value in sizes.items():
         if isinstance(value, int) and not isinstance(value, bool) and key not in fixed and choose.random() < 0.5:
             sizes[key] = max(
-                least.get(key, 0), choose.choice(FEW if few or key in ("B", "heads", "L", "cams", "octaves") else SIZES)
+                found.least.get(key, 0), choose.choice(FEW if few or key in ("B", "heads", "L", "cams", "octaves") else SIZES)
             )
     if "dims" in sizes:
         sizes["dims"] = choose.choice((1, 2, 3, 3))
@@ -158,7 +162,7 @@ def main() -> int:
     ask.add_argument("--calls", type=int, default=1000)
     ask.add_argument("--seed", type=int, default=0)
     ask.add_argument("--impl", default="numba", choices=["numba", "triton"])
-    ask.add_argument("--operator", choices=[path.rsplit(".", 1)[-1] for path in OPERATORS])
+    ask.add_argument("--operator", choices=[operator.name for operator in FUZZED])
     ask.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, wherever it is")
     ask.add_argument("--threads", type=int, default=1)
     ask.add_argument("--json", type=Path, help="where a summary goes")
@@ -166,7 +170,7 @@ def main() -> int:
     target = Target(given.impl)
     if target.interpreted:
         improve_interpreter()
-    path = next((path for path in OPERATORS if path.rsplit(".", 1)[-1] == given.operator), None)
+    operator = OPERATORS[given.operator] if given.operator else None
     found, findings, start, before = Counter(), [], time.monotonic(), resident()
     seeds = iter(range(given.seed, given.seed + given.calls))  # next() is atomic, so threads share them
 
@@ -174,7 +178,7 @@ def main() -> int:
         for seed in seeds:
             if time.monotonic() - start > given.seconds:
                 break
-            one = case(seed, target, path)
+            one = case(seed, target, operator)
             try:
                 found[run(one, target)] += 1
             except Exception as problem:

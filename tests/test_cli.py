@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.operators import floats
 from sonde import __version__
 from sonde.cli import bench, check, doctor, environment, main, plot, protocol, timing
-from sonde.cli.operators import OPERATORS
+from sonde.operators import OPERATORS, Operator
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(B=2, C=4, H=6, W=7, Q=12, D=3, heads=2, octaves=2)
@@ -22,12 +23,20 @@ CLOUD = dict(M=12, N=20, F=8, k=3, radius=1.2)
 CPU = torch.device("cpu")
 
 
+MEASURED = [name for name, operator in OPERATORS.items() if "bench" not in operator.refuses]
+
+
+def small(operator: Operator) -> dict:
+    return CLOUD if operator.engine == "_search" else TINY
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """Every operator has one case, small enough to be measured in a test; timings are short."""
     for operator in OPERATORS.values():
-        sizes, queries = (CLOUD, "M") if operator.family == "points" else (TINY, "Q")
-        monkeypatch.setattr(operator.cases, "BENCH", {"tiny": sizes, "smaller": sizes | {queries: 5}})
+        sizes = small(operator)
+        names = {"tiny": sizes, "smaller": sizes | {operator.letters.get("Q", "Q"): 5}, operator.typical: sizes}
+        monkeypatch.setattr(operator.cases, "BENCH", names)
     monkeypatch.setattr(protocol, "SECONDS", 0.0)
     monkeypatch.setattr(protocol, "_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(protocol, "_host", lambda *a: {p: {"above": 1.0} for p in ("forward", "forward_backward")})
@@ -184,38 +193,31 @@ def test_doctor_names_missing_packages(capsys, monkeypatch, quick_doctor):
 
 def test_bench_measures_and_checks(capsys, tiny, tmp_path):
     file = tmp_path / "records.json"
-    argv = ["bench", "--device", "cpu", "--impl", "reference", "--backward", "--json", str(file)]
+    argv = ["bench", "--device", "cpu", "--impl", "reference", "--backward", "--case", "tiny,smaller", "--json", str(file)]
     code, out, err = sonde(capsys, *argv)
     assert code == 0, out + err
     assert "\x1b" not in out
     assert "share of" in out
     records = json.loads(file.read_text())
-    assert [(r["operator"], r["case"]) for r in records] == [(o, c) for o in OPERATORS for c in ("tiny", "smaller")]
+    assert [(r["operator"], r["case"]) for r in records] == [(o, c) for o in MEASURED for c in ("tiny", "smaller")]
+    assert all(f"Not in here: {name}: " in out for name in OPERATORS if name not in MEASURED)
     for r in records:
         assert r["correct"]
         assert r["environment"]["torch"] == torch.__version__
         assert r["environment"]["sonde"] == __version__
         assert "commit" in r["environment"]
         more = {"grid_sample": 4, "deformable_aggregation": 32, "ms_deform_attn": 16}  # no octaves; but cameras, levels, heads
-        more |= {"knn_aggregate": 4, "radius_aggregate": 4 / 3}  # half a batch; one neighbour, unless a case knows better
+        more |= {
+            "knn": 1 / 2,
+            "radius_neighbors": 1 / 2,
+            "knn_aggregate": 4,
+            "radius_aggregate": 4 / 3,
+        }  # half a batch; one neighbour, unless a case knows better
         channels = more.get(r["operator"], 8)
         assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
-        options = {
-            "k",
-            "sigma",
-            "radius",
-            "index",
-            "batch",
-            "num_octaves",
-            "mode",
-            "padding_mode",
-            "align_corners",
-            "spatial_shapes",
-            "level_starts",
-            "outside",
-            "logits",
-        }
-        assert set(r["figures"]["sonde"]["errors"]) == {"out", *OPERATORS[r["operator"]].arguments} - options
+        operator = OPERATORS[r["operator"]]
+        graded = {operator.arguments[i] for i in floats(operator.make(**small(operator)))}
+        assert set(r["figures"]["sonde"]["errors"]) == {"out", *graded}
         for phase in ("forward", "forward_backward"):
             for name in ("sonde", "eager"):
                 assert r["figures"][name][phase]["call_ms"] > 0
@@ -254,6 +256,11 @@ def test_wrong_result_has_no_speedup(capsys, tiny, wrong):
     assert record["wrong"].count("is off by") == 4  # the value and three gradients
 
 
+@pytest.mark.parametrize("name", ["radius_search", "point_index"])
+def test_what_cannot_be_measured_is_refused_with_the_reason(capsys, name):
+    assert sonde(capsys, "bench", name) == (2, "", f"sonde: bench {name}: {OPERATORS[name].refuses['bench']}\n")
+
+
 def test_baseline_that_cannot_run_is_a_result(capsys, tiny, monkeypatch):
     def too_large(*args):
         raise RuntimeError("out of memory\nand more")
@@ -272,11 +279,11 @@ def test_nan_is_wrong():
 # --- how things are measured
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", MEASURED)
 def test_reference_in_slices_is_the_reference(name, monkeypatch):
     """The check sums the images' gradient over slices of the queries; any slicing gives the same."""
     operator = OPERATORS[name]
-    args = operator.cases.make(**(CLOUD if operator.family == "points" else TINY), dtype=torch.float64)
+    args = operator.make(**small(operator), dtype=torch.float64)
     out = operator.reference(*args)
     cotangent = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = check.forward_backward(operator.reference, check.leaves(args), cotangent)
@@ -359,9 +366,6 @@ def test_again(tiny, monkeypatch, tmp_path):
 
 
 def test_demo(capsys, tiny, monkeypatch):
-    from sonde.cli import demo
-
-    monkeypatch.setattr(demo, "CASES", ("tiny",))
     monkeypatch.setattr(bench, "device", lambda name: CPU)
     honest = protocol.measure
     monkeypatch.setattr(
@@ -369,19 +373,11 @@ def test_demo(capsys, tiny, monkeypatch):
     )
     code, out, err = sonde(capsys, "demo")
     assert (code, err) == (0, "")
-    assert all(name in out for name in OPERATORS)
+    assert all(name in out for name in OPERATORS)  # some with a reason why not
     assert "a part of each case" in out
     code, out, _ = sonde(capsys, "demo", "--json")
     assert code == 0
-    assert [r["operator"] for r in json.loads(out)] == list(OPERATORS)
-
-
-def test_demo_case_exists_for_every_operator():
-    from sonde.cli import demo
-
-    for operator in OPERATORS.values():
-        case = next(case for case in demo.CASES if case in operator.cases.BENCH)
-        assert demo.ON_CPU[case].keys() <= operator.cases.BENCH[case].keys()
+    assert [r["operator"] for r in json.loads(out)] == MEASURED
 
 
 def _record(operator: str, case: str, **changes) -> dict:

@@ -1,4 +1,4 @@
-"""What every operator must satisfy, in every implementation. A new operator adds one line to ``helpers.OPERATORS``."""
+"""What every operator must satisfy, in every implementation. A new operator joins by its entry in ``sonde.operators``."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -8,42 +8,35 @@ import os
 import shutil
 import threading
 import tracemalloc
-from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 import sonde
-from helpers import (
+from helpers.exactness import assert_agrees, same_bits
+from helpers.memory import LAYOUTS, allocations, poisoned, redzone, restride
+from helpers.operators import (
     DTYPES,
     HAS_GPU,
-    LAYOUTS,
-    Operator,
     Target,
-    allocations,
-    assert_agrees,
-    bench_case,
+    backward_arguments,
     cases,
     cotangents,
     deterministic,
     distinct_sizes,
     floats,
-    in_child,
     leaves,
-    poisoned,
-    redzone,
     replaced,
-    restride,
-    same_bits,
-    spy,
     tensors,
     tuple_of,
     value_and_grads,
 )
+from helpers.spies import in_child, spy
 from sonde.jit import Unsupported
 from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism
+from sonde.operators import OPERATORS, Operator
 
 try:
     from hypothesis import given
@@ -71,21 +64,21 @@ def short(x) -> str:
 
 def tiny(operator: Operator, target: Target | str = "cpu", dtype: torch.dtype = torch.float64, **options) -> tuple:
     """Arguments small enough to interpret many times."""
-    device = target if isinstance(target, str) else target.device
+    device = target.device if isinstance(target, Target) else target
     return operator.make(**{**TINY, **options}, dtype=dtype, device=device)
 
 
 # ---- values and gradients -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.asks("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize(("path", "case"), cases())
-def test_values_and_gradients(path, case, dtype, target):
+@pytest.mark.parametrize(("operator", "case"), cases())
+def test_values_and_gradients(operator, case, dtype, target):
     """The definition is what runs: every edge, with stray reads, unwritten outputs and stray writes made visible."""
     if target.interpreted and dtype not in (torch.float32, torch.bfloat16) and case not in ("odd_sizes", "hostile"):
         pytest.skip("the interpreter is slow; float32 and bfloat16 stand for the rest here")
-    operator = Operator.find(path)
-    brief = target.interpreted and case not in getattr(operator.cases, "IN_FULL", [case])
+    brief = target.interpreted and operator.in_full is not None and case not in operator.in_full
     if brief and dtype != torch.float32:
         pytest.skip("the interpreter is slow; float32 stands for the rest here")
     args = [redzone(a) for a in operator.make(case, dtype=dtype, device=target.device)]
@@ -93,8 +86,7 @@ def test_values_and_gradients(path, case, dtype, target):
     some = [False, True] if dtype == torch.float32 or not target.interpreted else [case == "odd_sizes"]
     for mode in some[:1] if brief else some:
         with deterministic(mode), poisoned():
-            vanishing = case in getattr(operator.cases, "VANISHING", ())
-            assert_agrees(operator, target, args, "deterministic" if mode else "default", slack=vanishing)
+            assert_agrees(operator, target, args, "deterministic" if mode else "default", slack=case in operator.vanishing)
     assert same_bits([args[i] for i in tensors(args)], [before[i] for i in tensors(args)]), "an input was changed"
 
 
@@ -129,6 +121,7 @@ def test_autocast_changes_nothing(operator, target):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.asks("passes")
 def test_modes_without_gradients(operator, target):
     """no_grad, inference mode and inputs that ask for nothing give the same bits and no graph."""
     args = tiny(operator, target, torch.float32)
@@ -144,7 +137,8 @@ def test_modes_without_gradients(operator, target):
         assert same_bits([o.detach() for o in want], outs)
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton", "numba"])
+@pytest.mark.asks("operator")
+@pytest.mark.parametrize("impl", [Target("reference"), Target("triton"), Target("numba")])
 def test_gradcheck(operator, impl):
     """Both derivatives against finite differences: what the kernels yield and what is derived from them."""
     target = Target(impl)
@@ -157,6 +151,7 @@ def test_gradcheck(operator, impl):
         assert torch.autograd.gradgradcheck(fn, args, fast_mode=True)
 
 
+@pytest.mark.asks("passes")
 def test_only_the_needed_gradients(operator, target, monkeypatch):
     """Whoever trains one input does not pay for the others."""
     args = tiny(operator, target)
@@ -185,6 +180,8 @@ def test_only_the_needed_gradients(operator, target, monkeypatch):
             )
 
 
+@pytest.mark.not_for("sizes_from_data", "what it saves are its lists, of any length")
+@pytest.mark.asks("torch")
 def test_saves_nothing_but_its_inputs(operator, target):
     """No converted copy of the images waits for the backward pass."""
     args = leaves(tiny(operator, target, torch.float32))
@@ -199,6 +196,7 @@ def test_saves_nothing_but_its_inputs(operator, target):
     assert all(t.shape[:2] == out[0].shape[:2] for t in extra.values())
 
 
+@pytest.mark.asks("torch")
 def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch):
     """create_graph=True pays for the reference only if someone differentiates again."""
     args = leaves(tiny(operator, target))
@@ -216,14 +214,12 @@ def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch)
 
 # ---- what is not finite ---------------------------------------------------------------------------------------------------
 
-PLACES = ("samples", "grid", "locations", "points", "sigma")  # arguments that say where or how wide, not what
+
+def values(operator: Operator, args) -> list[int]:
+    return [i for i in floats(args) if operator.arguments[i] not in operator.places]
 
 
-def places(operator: Operator, args) -> list[int]:
-    names = (*PLACES, "queries") if operator.lists else PLACES
-    return [i for i in floats(args) if operator.arguments[i] in names]
-
-
+@pytest.mark.asks("passes")
 @pytest.mark.parametrize("layout", ["uniform", "hostile"])
 def test_values_that_are_not_finite(operator, target, layout):
     """An entry is finite in every implementation or in none, and what is finite has no part in it."""
@@ -231,7 +227,7 @@ def test_values_that_are_not_finite(operator, target, layout):
     args = tiny(operator, target, torch.float32, B=1, Q=5, D=4, layout=layout, **narrow)
     grads = cotangents(tuple_of(operator.reference(*args)))
     names, some = ["value", *(f"gradient of {operator.arguments[i]}" for i in floats(args))], 0
-    for place in [i for i in floats(args) if i not in places(operator, args)] + [None]:
+    for place in [*values(operator, args), None]:
         for bad, first in ((torch.inf, 0.3), (-torch.inf, 0.55), (torch.nan, 0.9)):
             given, incoming = [a.clone() if isinstance(a, Tensor) else a for a in args], [g.clone() for g in grads]
             planted = (incoming[0] if place is None else given[place]).view(-1)
@@ -249,18 +245,18 @@ def test_values_that_are_not_finite(operator, target, layout):
     assert some
 
 
+@pytest.mark.asks("passes")
 @pytest.mark.parametrize("why", ["outside", "not finite", "nothing to see"])
 def test_what_is_absent_is_never_read(operator, impl, why):
     """Pixels and neighbours that are not there meet no weight, no query and no gradient, whatever those are: zeros everywhere."""
     empty = {"N" if operator.lists else "H": 0} if why == "nothing to see" else {}
     args = list(tiny(operator, impl, torch.float32, B=1, **empty))
-    for i in floats(args):
-        if i not in places(operator, args):
-            args[i] = torch.full_like(args[i], torch.inf)
-        elif why != "nothing to see" and operator.arguments[i] not in ("queries", "sigma"):
-            nearest = operator.name.startswith("knn")  # to which the farthest point is a neighbour
-            beside = torch.nan if nearest else 50.0 if operator.lists else 1.7
-            args[i] = torch.full_like(args[i], beside if why == "outside" else torch.nan)
+    for i in values(operator, args):
+        args[i] = torch.full_like(args[i], torch.inf)
+    if why != "nothing to see":
+        i = operator.arguments.index(operator.places[-1])
+        far = 50.0 if operator.lists else 1.7
+        args[i] = torch.full_like(args[i], torch.nan if why == "not finite" or operator.sees_everything else far)
     incoming = [torch.full_like(o, torch.inf) for o in tuple_of(operator.reference(*args))]
     outs, grads = value_and_grads(operator.call(impl), args, incoming)
     for name, x in zip(["value", *(operator.arguments[i] for i in floats(args))], [*outs, *grads], strict=True):
@@ -380,8 +376,7 @@ def test_channels_last_images_are_never_copied(operator, target, phase, monkeypa
 
 def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
     """The wide form of every kernel gives the bits of the narrow one."""
-    files = ("sonde.grid._epipolar.gpu", "sonde.points._search.gpu")
-    modules = [m for m in (*map(import_module, files), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
+    modules = [m for m in (operator.shared(".gpu"), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
     for case, dtype in (("odd_sizes", torch.float32), ("hostile", torch.bfloat16)):
         args = operator.make(case, dtype=dtype, device=triton_target.device)
         with deterministic():
@@ -422,6 +417,8 @@ def test_storage_beyond_32_bits(operator, target, layout):
 # ---- registration: opcheck, compile, export -------------------------------------------------------------------------------
 
 
+@pytest.mark.not_for("sizes_from_data", "opcheck adds all results up in the dtype of the first, here that of offsets")
+@pytest.mark.asks("torch")
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
 def test_registration(operator, target, grad):
     """Schema, fake, autograd and dynamic tracing of both registered operators are consistent."""
@@ -430,14 +427,16 @@ def test_registration(operator, target, grad):
     torch.library.opcheck(operator.op.forward_op, (*operator.registered(*given), target.impl, True))
     needed = [[True] * len(floats(args)), [i == 0 for i in range(len(floats(args)))]]
     for needs in needed[:1] if target.interpreted and grad else needed[-1:] if target.interpreted else needed:
-        torch.library.opcheck(operator.op.backward_op, operator.backward_arguments(given, target.impl, needs, grad))
+        torch.library.opcheck(operator.op.backward_op, backward_arguments(operator, given, target.impl, needs, grad))
 
 
+@pytest.mark.not_for("sizes_from_data", "opcheck adds all results up in the dtype of the first, here that of offsets")
+@pytest.mark.asks("torch")
 def test_registration_with_channels_last(operator, target):
     """Fake and real strides agree for channels-last inputs too."""
     args = [restride(a, "channels_last") if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
     torch.library.opcheck(operator.op.forward_op, (*operator.registered(*leaves(args)), target.impl, True))
-    torch.library.opcheck(operator.op.backward_op, operator.backward_arguments(args, target.impl))
+    torch.library.opcheck(operator.op.backward_op, backward_arguments(operator, args, target.impl))
 
 
 def compare_compiled(compiled, fn, args):
@@ -446,6 +445,7 @@ def compare_compiled(compiled, fn, args):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.asks("operator")
 def test_compiles_once_for_all_sizes(operator, target):
     """One graph, forward and backward, and no second one when sizes change."""
     torch._dynamo.reset()
@@ -457,6 +457,7 @@ def test_compiles_once_for_all_sizes(operator, target):
     torch._dynamo.reset()
 
 
+@pytest.mark.asks("torch")
 def test_compiles_every_path(operator, target):
     """Static shapes, no gradients, deterministic mode, `auto` and channels-last leave no break in the graph."""
     torch._dynamo.reset()
@@ -475,6 +476,7 @@ def test_compiles_every_path(operator, target):
     torch._dynamo.reset()
 
 
+@pytest.mark.asks("torch")
 def test_determinism_flag_is_in_the_graph(operator, target):
     """A graph traced in one mode is not reused in the other."""
     torch._dynamo.reset()
@@ -493,6 +495,7 @@ def test_determinism_flag_is_in_the_graph(operator, target):
     torch._dynamo.reset()
 
 
+@pytest.mark.asks("torch")
 def test_exports_runs_and_trains(operator, target):
     """An exported program holds the operator, runs at other sizes, and its gradients are the operator's."""
 
@@ -505,14 +508,13 @@ def test_exports_runs_and_trains(operator, target):
             return operator.function(first * self.gain, *rest, impl=target.impl)
 
     model = Model()
-    constant = getattr(operator.cases, "INTEGERS", ())  # an export takes integers for constants
-    args = operator.make(**distinct_sizes(operator, keep=constant), device=target.device)
+    args = operator.make(**distinct_sizes(operator, keep=operator.integers), device=target.device)
     every = lambda a: {d: torch.export.Dim.AUTO for d in range(a.ndim)} if isinstance(a, Tensor) else None
     auto = torch.utils._pytree.tree_map(every, list(args))
     program = torch.export.export(model, tuple(args), dynamic_shapes=(auto[0], tuple(auto[1:])))
     assert any(node.target is operator.op.forward_op for node in program.graph.nodes)
     exported = program.module()
-    other = operator.make(**distinct_sizes(operator, 1, keep=constant), device=target.device)
+    other = operator.make(**distinct_sizes(operator, 1, keep=operator.integers), device=target.device)
     torch.testing.assert_close(exported(*other), model(*other))
     compare_compiled(exported, model, other)
     for module in (exported, model):
@@ -522,6 +524,7 @@ def test_exports_runs_and_trains(operator, target):
     torch.testing.assert_close(trained.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_traced_calls_check_shapes_too(operator):
     """What a graph calls directly refuses bad shapes while it is traced, not at run time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -564,6 +567,8 @@ def loss(fn):
     )
 
 
+@pytest.mark.not_for("sizes_from_data", "rows of a mapped result must have one size")
+@pytest.mark.asks("torch")
 def test_vmap_is_one_call(operator, target, monkeypatch):
     """vmap folds the mapped dimension into the batch: equal to a loop, and the kernel runs once."""
     args, dims, calls = mapped_args(operator, target)
@@ -581,6 +586,7 @@ def test_vmap_is_one_call(operator, target, monkeypatch):
     assert len(seen) == 3
 
 
+@pytest.mark.asks("torch")
 def test_torch_func_grad(operator, target, monkeypatch):
     """torch.func.grad uses the kernels, and vjp too."""
     args = tiny(operator, target)
@@ -595,6 +601,8 @@ def test_torch_func_grad(operator, target, monkeypatch):
     close(pull(cotangents([out])[0]), pull_reference(cotangents([out])[0]))
 
 
+@pytest.mark.not_for("sizes_from_data", "rows of a mapped result must have one size")
+@pytest.mark.asks("torch")
 def test_vmap_and_grad_compose(operator, target, monkeypatch):
     """Per-sample gradients and gradients of a mapped loss: one forward and one backward launch each."""
     args, dims, calls = mapped_args(operator, target)
@@ -610,6 +618,7 @@ def test_vmap_and_grad_compose(operator, target, monkeypatch):
     assert [phase for phase, _ in seen] == ["forward", "backward"]
 
 
+@pytest.mark.asks("torch")
 def test_jacobians_and_forward_mode(operator, target):
     """jacrev, jvp, jacfwd, dual numbers and forward-over-reverse agree with the reference, and jvp with the kernels' own vjp."""
     args = tiny(operator, target, **(dict(B=1, C=2, Q=1, heads=1) if target.interpreted else {}))
@@ -635,13 +644,16 @@ def test_jacobians_and_forward_mode(operator, target):
     close(second(fn), second(ref))
 
 
+@pytest.mark.asks("torch")
 def test_forward_mode_is_never_silently_zero(operator, target):
     """A registered operator called with dual numbers, as exported and compiled graphs do, is right or refuses."""
     args = tiny(operator, target)
-    which = floats(args)[0]
+    which, graded = floats(args)[0], operator.results.index(operator.graded)
     tangent = cotangents([args[which]], seed=5)[0]
     want = torch.func.jvp(lambda x: operator.reference(*replaced(args, [which], [x])), (args[which],), (tangent,))[1]
-    raw = lambda x: tuple_of(operator.op.forward_op(*operator.registered(*replaced(args, [which], [x])), target.impl, False))[0]
+    raw = lambda x: tuple_of(operator.op.forward_op(*operator.registered(*replaced(args, [which], [x])), target.impl, False))[
+        graded
+    ]
 
     def dual():
         with torch.autograd.forward_ad.dual_level():
@@ -661,6 +673,8 @@ def test_forward_mode_is_never_silently_zero(operator, target):
         close(got, want)
 
 
+@pytest.mark.not_for("sizes_from_data", "rows of a mapped result must have one size")
+@pytest.mark.asks("torch")
 def test_transforms_compile(operator, target, monkeypatch):
     """vmap and grad inside torch.compile are one graph and right."""
     torch._dynamo.reset()
@@ -688,6 +702,8 @@ def contended(operator, target, dtype=torch.float32):
     return operator.make(**sizes, dtype=dtype, device=target.device)
 
 
+@pytest.mark.without_gradients
+@pytest.mark.asks("passes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
     """20 runs, every sample on one pixel, all gradients: the same bits."""
@@ -701,6 +717,7 @@ def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
             assert same_bits([*first[0], *first[1]], [*again[0], *again[1]])
 
 
+@pytest.mark.without_gradients
 def test_forward_repeats_its_bits(operator, target):
     """The forward pass is deterministic in the default mode too; so is everything on CPUs."""
     args = contended(operator, target)
@@ -711,6 +728,7 @@ def test_forward_repeats_its_bits(operator, target):
         assert target.impl == "triton" or same_bits(first[1], again[1])
 
 
+@pytest.mark.without_gradients
 def test_numba_bits_do_not_depend_on_threads(operator, numba_target):
     """torch.set_num_threads changes speed and nothing else."""
     for args in (contended(operator, numba_target), operator.make(B=3, C=20, H=9, W=8, Q=300, D=5, heads=2, octaves=1)):
@@ -722,6 +740,7 @@ def test_numba_bits_do_not_depend_on_threads(operator, numba_target):
         assert all(same_bits(found[0], other) for other in found[1:])
 
 
+@pytest.mark.without_gradients
 def test_numba_in_many_threads_at_once(operator, numba_target):
     """Concurrent callers neither crash nor disturb each other."""
     args = contended(operator, numba_target)
@@ -751,22 +770,23 @@ def test_numba_after_fork(operator, numba_target):
     torch.set_num_threads(2)
     want = operator.call(numba_target)(*args)
     assert torch.equal(torch.tensor(in_child(lambda: operator.call(numba_target)(*args).tolist())), want)
-    loader = torch.utils.data.DataLoader(Calls(operator.path, args), num_workers=2, multiprocessing_context="fork", timeout=60)
+    loader = torch.utils.data.DataLoader(Calls(operator.name, args), num_workers=2, multiprocessing_context="fork", timeout=60)
     for out in loader:
         assert torch.equal(out[0], want)
 
 
 class Calls(torch.utils.data.Dataset):
-    def __init__(self, path, args):
-        self.path, self.args = path, args
+    def __init__(self, name, args):
+        self.name, self.args = name, args
 
     def __len__(self):
         return 2
 
     def __getitem__(self, _):
-        return Operator.find(self.path).call("numba")(*self.args)
+        return OPERATORS[self.name].call("numba")(*self.args)
 
 
+@pytest.mark.not_for("sizes_from_data", "the lists of all rows follow each other; tests of points compare them")
 def test_rows_of_a_batch_are_independent(operator, target):
     """Row b of a batch is the call on row b alone: in bits where the plan says so, up to rounding otherwise."""
     sizes = dict(B=3, C=5, H=4, W=5, Q=3, D=2, heads=1) if target.interpreted else dict(B=3, C=21, H=6, W=7, Q=9, D=5, heads=3)
@@ -795,8 +815,7 @@ if given is not None:
         """Sizes around those of the first SMALL case, zeros among them, any dtypes, any layouts."""
         sizes = next(iter(operator.cases.SMALL.values()))
         most = {k: 2 * v + 1 if k == "C" else min(v, 2) if k in "BQD" and target.interpreted else v for k, v in sizes.items()}
-        least = getattr(operator.cases, "LEAST", {})
-        made = {k: draw(st.integers(least.get(k, 0), v), label=k) for k, v in most.items() if isinstance(v, int)}
+        made = {k: draw(st.integers(operator.least.get(k, 0), v), label=k) for k, v in most.items() if isinstance(v, int)}
         dtype = draw(st.sampled_from(DTYPES))
         layout = draw(st.sampled_from(["uniform", "hostile", "lines"]))
         args = list(operator.make(**made, dtype=dtype, layout=layout, seed=draw(st.integers(0, 9))))
@@ -825,6 +844,7 @@ if given is not None:
         lambda t: t.transpose(0, -1), lambda t: t.requires_grad_(), lambda t: t.to(torch.float8_e5m2), lambda t: t.transpose(1, 2),
     ]  # fmt: skip
 
+    @pytest.mark.without_gradients
     @given(st.data())
     def test_bad_arguments_are_value_or_type_errors(operator, data):
         """Whatever comes, the caller sees ValueError or TypeError (or a result, if it happens to fit), and keeps its inputs."""
@@ -837,7 +857,7 @@ if given is not None:
         out = attempt(operator, args, impl)
         if isinstance(out, Exception):
             assert type(out) in (ValueError, TypeError, Unsupported)
-            assert operator.name in str(out)
+            assert operator.title in str(out)
         else:
             assert all(isinstance(o, Tensor) for o in tuple_of(out))
         for a, b in zip(args, before):
@@ -862,7 +882,7 @@ def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
     with pytest.raises(kind) as caught:
         operator.function(*args, impl=impl)
     message = str(caught.value)
-    for word in (operator.name, *words):
+    for word in (operator.title, *words):
         assert word in message, message
     assert type(caught.value) in (ValueError, TypeError), "not a plain error"
     for a, b in zip(args, copies):
@@ -919,6 +939,7 @@ def test_mismatched_batch(operator, target):
         refused(operator, replaced(args, [i], [torch.cat([args[i], args[i]])]), "must be", "B=", "got [", kind=ValueError)
 
 
+@pytest.mark.without_gradients
 def test_errors_of_impl(operator):
     """An explicit request is met or refused, never replaced."""
     args = tiny(operator)
@@ -931,6 +952,7 @@ def test_errors_of_impl(operator):
         operator.function(*args, "numba")  # keyword-only
 
 
+@pytest.mark.without_gradients
 def test_triton_needs_a_gpu_or_the_interpreter(operator, monkeypatch):
     """Without the interpreter, CPU tensors are refused by Triton and not sent elsewhere."""
     pytest.importorskip("triton")
@@ -938,6 +960,7 @@ def test_triton_needs_a_gpu_or_the_interpreter(operator, monkeypatch):
     refused(operator, tiny(operator), "impl='triton'", "GPU tensors", "cpu", impl="triton")
 
 
+@pytest.mark.without_gradients
 @pytest.mark.gpu
 def test_numba_needs_cpu_tensors(operator):
     """A GPU tensor is refused by Numba and not copied behind the user's back; neither are mixed devices."""
@@ -947,6 +970,7 @@ def test_numba_needs_cpu_tensors(operator):
         refused(operator, replaced(args, [i], [args[i].cpu()]), "cuda", "cpu", kind=ValueError)
 
 
+@pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_meta_tensors_give_shapes(operator):
     """`auto` on meta tensors computes nothing and tells shapes and dtypes."""
     args = operator.make("odd_sizes", dtype=torch.bfloat16)
@@ -958,6 +982,7 @@ def test_meta_tensors_give_shapes(operator):
 # ---- on a GPU only ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_for("sizes_from_data", "it waits for the device, to learn the lengths of its lists")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_cuda_graph_capture(operator, mode):
@@ -986,6 +1011,7 @@ def test_cuda_graph_capture(operator, mode):
         torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.not_for("sizes_from_data", "it waits for the device, to learn the lengths of its lists")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_never_waits_for_the_device(operator, mode):
@@ -1021,7 +1047,7 @@ def test_the_current_stream_is_used(operator):
 @pytest.mark.gpu
 def test_peak_memory(operator):
     """Peak extra ≤ 1.2 × (outputs + gradients) + one channels-last copy of the images: samples are never stored."""
-    args = leaves(operator.cases.make(**operator.cases.BENCH[bench_case(operator)], device="cuda"))
+    args = leaves(operator.cases.make(**operator.cases.BENCH[operator.typical], device="cuda"))
     ct = torch.randn_like(operator.call("triton")(*args))
     run = lambda: (out := operator.call("triton")(*args), torch.autograd.grad(out, [args[i] for i in floats(args)], ct))
     run()

@@ -5,16 +5,17 @@ import os
 import pytest
 import torch
 
-from fuzz import case, run
-from helpers import OPERATORS
+from fuzz import FUZZED, case, run
+from sonde.operators import OPERATORS
 
 CALLS, SEED = int(os.environ.get("SONDE_FUZZ_CALLS", "2000")), int(os.environ.get("SONDE_FUZZ_SEED", "0"))
 
 
-@pytest.mark.parametrize("path", OPERATORS)
-def test_some_calls(path, target):
+@pytest.mark.asks("values")
+@pytest.mark.parametrize("operator", FUZZED, ids=str)
+def test_some_calls(operator, target):
     for seed in range(2 if target.interpreted else 12):
-        run(case(seed, target, path), target)
+        run(case(seed, target, operator), target)
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_a_wrong_result_is_found(monkeypatch, numba_target):
 
     real = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *args: real(*args) * 1.001)
-    made = (case(seed, numba_target, "grid.sample_sum") for seed in range(50))
+    made = (case(seed, numba_target, OPERATORS["sample_sum"]) for seed in range(50))
     one = next(one for one in made if not one.wrong and one.args[0].dtype == torch.float32 and all(x.numel() for x in one.args))
     with pytest.raises(AssertionError, match="value: error"):
         run(one, numba_target)

@@ -12,23 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sonde
-from helpers import (
-    HAS_GPU,
-    Operator,
-    Target,
-    allocations,
-    bench_case,
-    cotangents,
-    deterministic,
-    floats,
-    in_child,
-    leaves,
-    restride,
-    spy,
-    value_and_grads,
-)
+from helpers.memory import allocations, restride
+from helpers.operators import HAS_GPU, Target, cotangents, deterministic, floats, leaves, value_and_grads
+from helpers.spies import in_child, spy
 from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism, Kernel, Plan
+from sonde.operators import Operator
 
 ORDER = list(Determinism)
 SIZES = dict(B=2, C=20, H=24, W=24, Q=3, D=2, heads=2, octaves=1, layout="uniform")
@@ -38,6 +27,7 @@ def made(operator: Operator, target: Target, **options) -> tuple:
     return operator.make(**{**SIZES, **options}, device=target.device)
 
 
+@pytest.mark.asks("passes")
 def test_names_and_writes(operator, target):
     """The forward pass writes the result; every gradient that is asked for is written once, by a kernel with a name."""
     args = leaves(made(operator, target))
@@ -47,7 +37,7 @@ def test_names_and_writes(operator, target):
         assert plan.operator == operator.name
         assert plan.impl == target.impl
         assert all(kernel.name for kernel in plan.kernels)
-        assert [w for k in plan.kernels if k.phase == "forward" for w in k.writes] == ["out"]
+        assert [w for k in plan.kernels if k.phase == "forward" for w in k.writes] in (["out"], [*operator.results])
         written = [w for k in plan.kernels if k.phase == "backward" for w in k.writes]
         assert sorted(written) == sorted(operator.arguments[i] for i in floats(args))
 
@@ -79,6 +69,7 @@ def test_determinism_that_is_claimed(operator, target):
     assert (default.determinism is Determinism.NONE) == (target.impl == "triton" and operator.atomic)
 
 
+@pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_launches_nothing(operator, target, monkeypatch):
     """A plan is made without running a kernel, and what it returns has the shape of the result."""
     seen = spy(monkeypatch, operator, target.impl)
@@ -97,18 +88,20 @@ def test_accumulator(operator, target, dtype):
     args = leaves(made(operator, target, dtype=dtype))
     plan = sonde.explain(operator.call(target), *args)
     assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
-    if len(floats(args)) < 3 or operator.lists:
-        return  # no factors of its own: its sums are judged in its own tests
+    if operator.factors is None:
+        return  # its sums are judged in its own tests
     inside = made(operator, target, dtype=dtype, octaves=0, layout="one_pixel")
     big = [torch.full_like(a, 1.0) if i == 0 else a for i, a in enumerate(inside)]
-    factors = big[floats(big)[2]].zero_()
-    terms = factors.transpose(-1, 2) if operator.name == "deformable_aggregation" else factors  # groups are summed apart
+    name, along = operator.factors
+    terms = big[operator.arguments.index(name)].zero_().transpose(-1, along)
     terms[..., :2] = torch.tensor([2.0**40, 1.0])  # two terms of every sum
     tail = operator.call(target)(*big).double()
     kept = (tail.abs().max() % 2**40) != 0
     assert bool(kept) == (dtype == torch.float64)
 
 
+@pytest.mark.not_for("sizes_from_data", "what its lists take is not known beforehand")
+@pytest.mark.asks("passes")
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "reversed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -116,7 +109,7 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
     """Peak memory beyond inputs and results is what the plan says: no more, and not much less."""
     if target.interpreted and (dtype, layout) in ((torch.bfloat16, "channels_last"), (torch.float32, "reversed")):
         pytest.skip("the interpreter is slow")
-    if target.interpreted and dtype == torch.bfloat16 and hasattr(operator.cases, "IN_FULL") and layout != "contiguous":
+    if target.interpreted and dtype == torch.bfloat16 and operator.in_full is not None and layout != "contiguous":
         pytest.skip("the interpreter is slow")
     sizes = {} if target.interpreted else dict(Q=400, D=9)
     args = leaves([restride(a, layout) if isinstance(a, Tensor) else a for a in made(operator, target, dtype=dtype, **sizes)])
@@ -157,9 +150,9 @@ def test_workspace_of_few_samples_of_large_images(name, threads, monkeypatch):
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):
     """The allocator's own peak agrees with the plan."""
-    if operator.lists and not operator.name.endswith("aggregate"):
+    if len(operator.results) > 1:
         pytest.skip("its lists are made one tensor of here, which takes more")
-    args = leaves(operator.cases.make(**{**operator.cases.BENCH[bench_case(operator)], "B": 4}, device="cuda"))
+    args = leaves(operator.cases.make(**{**operator.cases.BENCH[operator.typical], "B": 4}, device="cuda"))
     measured = []
 
     def peak(function):
@@ -295,6 +288,7 @@ def test_weakest_kernel_decides():
     assert Plan("x", "triton", ()).determinism is Determinism.BATCH_INVARIANT
 
 
+@pytest.mark.not_for("sizes_from_data", "the lists of all rows follow each other; tests of points compare them")
 def test_every_determinism_claim(operator, target):
     """Where a kernel claims run-to-run bits, or bits that the rest of the batch cannot change, it has them (others may differ)."""
     args = operator.make(**{**SIZES, "D": 7, "layout": "one_pixel"}, device=target.device)
@@ -318,13 +312,14 @@ def test_every_determinism_claim(operator, target):
                     assert torch.equal(whole[name][:1], first[name]), kernel
 
 
+@pytest.mark.not_for("sizes_from_data", "it waits for the device, which no captured graph can")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("size", ["few", "many"])
 @pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
 def test_what_ran_is_what_was_planned(operator, how, size, mode):
     """The kernels that a profiler sees, by name and in order, are those of the plan; torch's own count apart."""
-    sizes = SIZES if size == "few" else {**operator.cases.BENCH[bench_case(operator)], "B": 1}
+    sizes = SIZES if size == "few" else {**operator.cases.BENCH[operator.typical], "B": 1}
     args = leaves(operator.make(**sizes, device="cuda"))
     call, wanted = operator.call("triton"), [args[i] for i in floats(args)]
 

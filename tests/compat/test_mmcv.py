@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import plain
-from helpers import cotangents
+from helpers.operators import cotangents
 from sonde.compat import mmcv
 
 LEVELS = [(5, 7), (3, 3), (1, 2)]

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from helpers import cotangents
+from helpers.operators import cotangents
 from sonde.compat import physicsnemo
 
 

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 
 import sonde
-from helpers import Operator, Target, assert_agrees, cotangents, floats, leaves, poisoned, redzone, replaced, value_and_grads
+from helpers.exactness import assert_agrees
+from helpers.memory import poisoned, redzone
+from helpers.operators import Target, cotangents, floats, leaves, replaced, value_and_grads
 from sonde.grid.deformable_aggregation.api import _deformable_aggregation
+from sonde.operators import OPERATORS
 
 try:
     from hypothesis import given
@@ -18,7 +21,7 @@ try:
 except ImportError:  # the GPU machine has none
     given = None
 
-OPERATOR = Operator.find("grid.deformable_aggregation")
+OPERATOR = OPERATORS["deformable_aggregation"]
 SIZES = dict(B=2, C=3, H=5, W=6, Q=3, D=2, heads=2, cams=2, L=2)
 
 

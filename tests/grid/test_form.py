@@ -6,11 +6,13 @@ import torch
 pytest.importorskip("triton")
 
 import sonde
-from helpers import Operator, cotangents, deterministic, floats, leaves
+from helpers.operators import cotangents, deterministic, floats, leaves
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
+from sonde.operators import OPERATORS
 
-OPERATORS = ["grid.sample_sum", "grid.sample_dot"]
+pytestmark = pytest.mark.asks("passes")
+EPIPOLAR = [operator for operator in OPERATORS.values() if operator.engine == "_epipolar"]
 
 
 LAYOUTS = {
@@ -21,10 +23,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("layout", "few"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("path", OPERATORS)
-def test_candidates_agree_with_the_reference(path, layout, few, triton_target, monkeypatch):
+@pytest.mark.parametrize("operator", EPIPOLAR, ids=str)
+def test_candidates_agree_with_the_reference(operator, layout, few, triton_target, monkeypatch):
     """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
-    operator = Operator.find(path)
     monkeypatch.setattr("sonde.grid._device.layout.FEW", few)
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     met = {}
@@ -77,7 +78,7 @@ def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
     from sonde.grid._epipolar import gpu_kernels as kernels
 
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
-    images, samples, weights = Operator.find("grid.sample_sum").make("wide", device=triton_target.device)
+    images, samples, weights = OPERATORS["sample_sum"].make("wide", device=triton_target.device)
     B, C, H, W = images.shape
     problem = kernels.Problem(B, H, W, *samples.shape[1:3], C, 1, 1, weights.shape[1], 0, torch.float32, False, True)
     out = torch.empty(*weights.shape[:3], C, device=images.device)

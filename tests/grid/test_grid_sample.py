@@ -11,24 +11,14 @@ import torch.nn.functional as F
 
 import sonde
 import sonde.compat.torch
-from helpers import (
-    Operator,
-    Target,
-    allocations,
-    assert_agrees,
-    cotangents,
-    deterministic,
-    in_child,
-    leaves,
-    poisoned,
-    redzone,
-    same_bits,
-    spy,
-    value_and_grads,
-)
+from helpers.exactness import assert_agrees, same_bits
+from helpers.memory import allocations, poisoned, redzone
+from helpers.operators import Target, cotangents, deterministic, leaves, value_and_grads
+from helpers.spies import in_child, spy
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
 from sonde.op.register import decide
+from sonde.operators import OPERATORS
 
 try:
     from hypothesis import given, settings
@@ -36,7 +26,7 @@ try:
 except ImportError:  # the GPU machine has none
     given = None
 
-OPERATOR = Operator.find("grid.grid_sample")
+OPERATOR = OPERATORS["grid_sample"]
 PADDINGS = ("zeros", "border", "reflection")
 COMBINATIONS = [
     (dim, mode, padding, align)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import sonde
-from helpers import deterministic, floats, value_and_grads
+from helpers.operators import deterministic, floats, value_and_grads
 from sonde.op.cache import forget_calls
 
 LEVELS = ((4, 4), (2, 2))

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
-from helpers import Operator, Target, assert_agrees, leaves, poisoned, redzone, replaced, same_bits, value_and_grads
+from helpers.exactness import assert_agrees, same_bits
+from helpers.memory import poisoned, redzone
+from helpers.operators import Target, leaves, replaced, value_and_grads
 from sonde.grid._pyramid import levels as _pyramid
 from sonde.grid.ms_deform_attn.api import _ms_deform_attn
+from sonde.operators import OPERATORS
 
 try:
     from hypothesis import given
@@ -20,7 +23,7 @@ try:
 except ImportError:  # the GPU machine has none
     given = None
 
-OPERATOR = Operator.find("grid.ms_deform_attn")
+OPERATOR = OPERATORS["ms_deform_attn"]
 SIZES = dict(B=2, C=3, H=5, W=6, Q=3, D=2, heads=2, L=2)
 
 

@@ -6,12 +6,16 @@ import torch
 pytest.importorskip("triton")
 
 import sonde
-from helpers import HAS_GPU, Operator, Target, cotangents, deterministic, floats, leaves, poisoned, redzone, same_bits
+from helpers.exactness import same_bits
+from helpers.memory import poisoned, redzone
+from helpers.operators import HAS_GPU, Target, cotangents, deterministic, floats, leaves
 from sonde.jit import bench
 from sonde.jit.kernel import Tunable
 from sonde.op.register import decide
+from sonde.operators import OPERATORS, Operator
 
-OPERATORS = ["grid.deformable_aggregation", "grid.ms_deform_attn"]
+pytestmark = pytest.mark.asks("passes")
+PYRAMIDS = [operator for operator in OPERATORS.values() if operator.engine == "_pyramid"]
 WRONG = [0, 1, -1, 7, -9, 40]
 ABSURD = [*WRONG, 2**15, 2**31 - 1, -(2**31), 2**40, -(2**62), 2**63 - 1]
 
@@ -38,10 +42,9 @@ def expected(operator: Operator, args) -> list:
     return [out.detach(), *torch.autograd.grad(out, [given[i] for i in floats(given)], cotangents([out.to(dtype)])[0].double())]
 
 
-@pytest.mark.parametrize("path", OPERATORS)
-def test_graphs_are_decided_once(path, triton_target, monkeypatch):
+@pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
+def test_graphs_are_decided_once(operator, triton_target, monkeypatch):
     """The dispatcher hands the levels over as a list; calls from a graph are calls of one kind nevertheless."""
-    operator = Operator.find(path)
     gpu, decided = operator.kernels("triton"), []
     for phase in ("forward_pass", "backward_pass"):
         real = getattr(gpu, phase)
@@ -66,11 +69,10 @@ def test_the_table_of_levels_is_found_once(triton_target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 @pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])
-def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypatch):
+def test_candidates_agree_with_the_reference(operator, case, triton_target, monkeypatch):
     """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
-    operator = Operator.find(path)
     if case not in operator.cases.SMALL:
         pytest.skip("an option of the other operator")
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
@@ -87,7 +89,7 @@ def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypa
         args = leaves(operator.make(case, device=triton_target.device))
         out = operator.call("triton")(*args)
         torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
-    assert {name for name, _ in met} == {path, f"{path}_gradients"}
+    assert {name for name, _ in met} == {operator.path, f"{operator.path}_gradients"}
     for (name, problem), (kernel, tensors) in met.items():
         configs = kernel.fitting(problem)
         assert configs[0] == kernel.default(problem)
@@ -100,12 +102,11 @@ def test_candidates_agree_with_the_reference(path, case, triton_target, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_levels_that_only_the_device_knows(path, dtype, triton_target):
+def test_levels_that_only_the_device_knows(operator, dtype, triton_target):
     """They give the bits of those that the host knows, strided or not. But a GPU adds up the features' gradient in whatever order,
     and has machine code of its own for each, of which the aggregation's fuses other products with sums."""
-    operator = Operator.find(path)
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
     shapes, starts = args[1].to(dtype), args[2].to(dtype)
     levels = tuple(torch.cat([shapes, starts[..., None]], -1).flatten().tolist())
@@ -117,18 +118,17 @@ def test_levels_that_only_the_device_knows(path, dtype, triton_target):
             got = value_and_gradients(gpu, [args[0], *told, *args[3:]], mode)
             exact = [True] * 4
             if not triton_target.interpreted:
-                exact = [path != "grid.deformable_aggregation", mode, True, True]
+                exact = [operator.name != "deformable_aggregation", mode, True, True]
             for a, b, bits in zip(got, want, exact, strict=True):
                 assert same_bits([a], [b]) if bits else torch.allclose(a, b, rtol=1e-5, atol=2e-7)
 
 
-@pytest.mark.parametrize("path", OPERATORS)
+@pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("values", [pytest.param(WRONG, marks=pytest.mark.slow, id="wrong"), pytest.param(ABSURD, id="absurd")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_outside_is_read_whatever_tensors_say(path, values, seed, dtype, triton_target):
+def test_nothing_outside_is_read_whatever_tensors_say(operator, values, seed, dtype, triton_target):
     """Levels that overlap, leave the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
-    operator = Operator.find(path)
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target, dtype=dtype)
     g = torch.Generator().manual_seed(seed)
     for i in (1, 2):
@@ -151,17 +151,16 @@ def test_a_level_wider_than_all_rows(triton_target, dtype):
     place, start = torch.tensor([10 / W, 0.5]), torch.tensor([2 - W])
     aggregation = features, level[None], start[None], place.view(1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1, 1)
     attention = features.view(1, S, 1, C), level, start, place.view(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
-    for path, tensors in (("grid.deformable_aggregation", aggregation), ("grid.ms_deform_attn", attention)):
+    for name, tensors in (("deformable_aggregation", aggregation), ("ms_deform_attn", attention)):
         args = [*(redzone(t.to(device)) if t.is_floating_point() else t.to(device) for t in tensors), (), False]
         for mode in (False, True):
-            assert all(a.isfinite().all() for a in value_and_gradients(Operator.find(path).kernels("triton"), args, mode))
+            assert all(a.isfinite().all() for a in value_and_gradients(OPERATORS[name].kernels("triton"), args, mode))
 
 
 @pytest.mark.slow
 def test_numbers_that_came_past_the_checks(triton_target):
     """A registered operator may be called with any numbers; they are masked as tensors are."""
-    for path in OPERATORS:
-        operator = Operator.find(path)
+    for operator in PYRAMIDS:
         *others, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
         levels = (levels[0] + 3, *levels[1:5], levels[5] + 50, *levels[6:])
         args = [redzone(others[0]), *others[1:3], *map(redzone, others[3:]), levels, flag]
@@ -172,7 +171,7 @@ def test_numbers_that_came_past_the_checks(triton_target):
 
 def test_slices_of_an_anchor(triton_target):
     """Few anchors of many points: their partial sums are added up in a fixed order, whatever the batch."""
-    operator = Operator.find("grid.deformable_aggregation")
+    operator = OPERATORS["deformable_aggregation"]
     sizes = dict(C=3, H=4, W=5, Q=1, D=150, heads=2, cams=2, L=1)
     args = operator.make(B=2, **sizes, device=triton_target.device)
     plan = sonde.explain(operator.call("triton"), *args)
@@ -189,7 +188,7 @@ def test_slices_of_an_anchor(triton_target):
 
 def test_deterministic_gradient_of_levels_that_overlap(triton_target):
     """A row that two levels share has the gradients of both."""
-    operator = Operator.find("grid.ms_deform_attn")
+    operator = OPERATORS["ms_deform_attn"]
     args = told_by_tensors(operator, triton_target)
     args[2] = torch.zeros_like(args[2])
     with deterministic():

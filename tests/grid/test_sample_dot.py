@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import sonde
-from helpers import Operator, Target, assert_agrees, deterministic, poisoned, same_bits, value_and_grads
+from helpers.exactness import assert_agrees, same_bits
+from helpers.memory import poisoned
+from helpers.operators import Target, deterministic, value_and_grads
 from sonde.op.cache import forget_calls
+from sonde.operators import OPERATORS
 
-OPERATOR = Operator.find("grid.sample_dot")
+OPERATOR = OPERATORS["sample_dot"]
 SIZES = dict(B=2, C=5, H=6, W=7, Q=4, D=3, heads=3, octaves=2)
 
 

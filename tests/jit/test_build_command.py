@@ -2,6 +2,7 @@
 
 import json
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sonde.cli import main
 from sonde.jit import release, winners
 from sonde.jit.kernel import Tunable
 from sonde.jit.release import Built, Entry
+from sonde.operators import OPERATORS
 
 
 @pytest.fixture
@@ -69,8 +71,9 @@ def test_shipped_winners_are_known_and_fit():
     """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
     form = import_module("sonde.grid._epipolar.gpu_kernels")
     modules = [(form, form)]
-    for operator in ("grid_sample", "deformable_aggregation", "ms_deform_attn"):
-        modules.append(tuple(import_module(f"sonde.grid.{operator}.{file}") for file in ("gpu_kernels", "gpu_configs")))
+    for operator in OPERATORS.values():
+        if find_spec(f"{operator.package}.gpu_configs"):
+            modules.append((operator.module(".gpu_kernels"), operator.module(".gpu_configs")))
     kernels = {x.name: (x, configs) for module, configs in modules for x in vars(module).values() if isinstance(x, Tunable)}
     for file in winners.SHIPPED.glob("*.json"):
         document = json.loads(file.read_text())

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("triton")
 
 from sonde.cli import console, main
-from sonde.cli.operators import OPERATORS
 from sonde.jit import search as search_module
 from sonde.jit import store, winners
 from sonde.jit.kernel import _listeners, _searched
 from sonde.jit.store import open_store
 from sonde.jit.timing import Trial
+from sonde.operators import OPERATORS
 
 SRC = Path(__file__).parents[2] / "src"
 TINY = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)

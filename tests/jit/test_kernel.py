@@ -22,15 +22,15 @@ import triton
 import triton.language as tl
 
 import sonde
-from helpers import Target
+from helpers.operators import Target
 from sonde import jit
-from sonde.cli.operators import OPERATORS
 from sonde.jit import PickAny, PickBest, PickFixed, PickStored, Unsupported, settings, store, winners
 from sonde.jit import search as search_module
 from sonde.jit.kernel import _searched, dtypes_of
 from sonde.jit.store import open_store
 from sonde.jit.timing import Trial
 from sonde.op import cache, gpu
+from sonde.operators import OPERATORS
 
 DEVICE = torch.device(Target("triton").device)
 DOCS = Path(__file__).parents[2] / "docs" / "tuning.md"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sonde
-from helpers import Target
+from helpers.operators import Target
 from op.calls import CALLS, value_and_gradients
 
 EACH = pytest.mark.parametrize("name", CALLS)

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 import sonde
-from helpers import cotangents, leaves, same_bits, value_and_grads
+from helpers.exactness import same_bits
+from helpers.operators import cotangents, leaves, value_and_grads
 from sonde.points._search import arguments
 from sonde.points._search.reference import searching_in
+
+pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
 
 try:
     from hypothesis import given
@@ -48,6 +51,7 @@ def dense(name, q, p, f, sigma, reach=0.4, k=6):
     return w @ f
 
 
+@pytest.mark.interpreted(True)
 @pytest.mark.parametrize("name", NAMES)
 def test_is_the_textbook_form(name, impl, algorithm):
     """The dense masked softmax and autograd through it agree in values and in all four gradients."""
@@ -79,6 +83,7 @@ def test_any_sigma(name, target, algorithm, ratio):
     torch.testing.assert_close(ones[some], torch.ones_like(ones[some]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.interpreted(True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_single_neighbour_pulls_at_nothing(name, target, dtype):
@@ -284,6 +289,7 @@ if given is not None:
         assert same_bits([twice(2 * q, 2 * p, f)], [out])
 
 
+@pytest.mark.interpreted(True)
 @pytest.mark.parametrize("sigma", [1e-3, 1e-38, 1e-44, 1e30])
 @pytest.mark.parametrize("name", NAMES)
 def test_four_at_one_distance_weigh_a_quarter_each(name, sigma, impl, algorithm):

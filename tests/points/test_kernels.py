@@ -10,7 +10,7 @@ from sonde.points._search import arguments
 pytest.importorskip("triton")
 import triton.language as tl
 
-from helpers import HAS_GPU
+from helpers.operators import HAS_GPU
 from sonde.points._search import gpu as passes
 from sonde.points._search import gpu_pairs, gpu_walk
 from sonde.points._search.index import gpu_kernels as index_kernels

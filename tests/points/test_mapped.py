@@ -9,6 +9,8 @@ import torch
 import sonde
 from sonde.points._search import arguments
 
+pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+
 CALLS = {
     "knn": lambda q, p, f, impl: sonde.knn(q, p, 3, impl=impl),
     "radius_neighbors": lambda q, p, f, impl: sonde.radius_neighbors(q, p, 0.8, 3, impl=impl),

@@ -8,8 +8,11 @@ import torch
 from truth import cloud, neighbours, padded, squared
 
 import sonde
-from helpers import leaves, same_bits
+from helpers.exactness import same_bits
+from helpers.operators import leaves
 from sonde.points._search import arguments
+
+pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
 
 
 @pytest.fixture(params=["by default", "by boxes"])
@@ -50,7 +53,8 @@ def test_distances_have_the_same_bits(impl, algorithm, dtype):
         assert len(want) > 30
 
 
-@pytest.mark.parametrize("tens", range(20))
+@pytest.mark.interpreted(True)
+@pytest.mark.parametrize("tens", [0, *(pytest.param(tens, marks=pytest.mark.interpreted(False)) for tens in range(1, 20))])
 def test_200_clouds(impl, algorithm, tens):
     """Ties, duplicates, flat clouds, far ones, outliers, empty ones, points that are not finite: found as by brute force."""
     for seed in range(10 * tens, 10 * tens + 10):
@@ -146,6 +150,7 @@ ENDS = {
 }
 
 
+@pytest.mark.interpreted(True)
 @pytest.mark.parametrize("ends", ENDS)
 def test_offsets_that_nobody_could_check(ends, impl, algorithm, monkeypatch):
     """Those of a device are not looked at beforehand: rows outside of all segments have no neighbours, and nothing else is read."""

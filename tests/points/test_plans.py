@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import sonde
-from helpers import Allocations
+from helpers.memory import Allocations
 from sonde.op.plan import Determinism
 from sonde.points._search import arguments
+
+pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
 
 CALLS = {
     "knn": lambda q, p, f, s, **options: sonde.knn(q, p, 3, **options).distances,

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 import sonde
-from helpers import Target, same_bits, value_and_grads
+from helpers.exactness import same_bits
+from helpers.operators import Target, value_and_grads
 from sonde.jit import Unsupported
 from sonde.op.cache import forget_calls
 from sonde.points._search import arguments
+
+pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
 
 
 def calls(impl, **options):
@@ -267,13 +270,13 @@ def test_orders_all_points(impl):
 @pytest.mark.parametrize(
     ("impl", "M", "N", "points", "word"),
     [
-        ("numba", 5, 70, dict(min=65), None),
-        ("numba", 5, 50, dict(max=64), None),
-        ("numba", 5, 70, dict(min=2), "Dim('N', min=65)"),
-        ("triton", 6_000, 9_000, dict(min=8_193), None),
-        ("triton", 5_000, 9_000, dict(min=8_193), None),
-        ("triton", 5_000, 9_000, dict(min=2), "Dim('N', min=8193)"),
-        ("triton", 5_000, 5_000, dict(min=2), "Dim('N', max=8192)"),
+        (Target("numba"), 5, 70, dict(min=65), None),
+        (Target("numba"), 5, 50, dict(max=64), None),
+        (Target("numba"), 5, 70, dict(min=2), "Dim('N', min=65)"),
+        (Target("triton"), 6_000, 9_000, dict(min=8_193), None),
+        (Target("triton"), 5_000, 9_000, dict(min=8_193), None),
+        (Target("triton"), 5_000, 9_000, dict(min=2), "Dim('N', min=8193)"),
+        (Target("triton"), 5_000, 5_000, dict(min=2), "Dim('N', max=8192)"),
     ],
 )
 def test_an_exported_graph_is_of_one_algorithm(impl, M, N, points, word):

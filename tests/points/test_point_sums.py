@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import sonde
-from helpers import Operator, assert_agrees, cotangents, error, tuple_of, value_and_grads
+from helpers.exactness import assert_agrees, error
+from helpers.operators import cotangents, tuple_of, value_and_grads
+from sonde.operators import OPERATORS
 from sonde.points._search.reference import searching_in
 
 FEW, MANY = 2, 20_000
@@ -82,7 +84,7 @@ def test_any_number_of_terms(name, numba_target):
 
 def test_what_cancels_leaves_nothing(numba_target):
     """All points in one place pull in one direction, and not at all: in float64 as much as rounding of a few terms."""
-    operator = Operator.find("points.radius_aggregate")
+    operator = OPERATORS["radius_aggregate"]
     args = operator.make("one_pixel", M=17, N=333, F=33, dtype=torch.float64)
     assert_agrees(operator, numba_target, args, slack=True)
 

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from .console import UsageError, did_you_mean, dump, pick, progress, table, writable
+from .console import UsageError, did_you_mean, dump, left_out, operators, pick, progress, table, writable
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LAYOUTS = ("contiguous", "channels_last")
@@ -42,8 +42,8 @@ def selection(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..operators import OPERATORS
     from . import plot
-    from .operators import OPERATORS
 
     if options.json in OPERATORS:
         raise UsageError(f"--json takes a file; write --json - before {options.json!r} to print the records")
@@ -54,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     records = list(measured(todo, show=not quiet))
     if not quiet:
         show(records)
+        if not options.operators:
+            left_out("bench")
     if options.json:
         dump(records, options.json)
     if options.plot:
@@ -64,10 +66,9 @@ def run(options: argparse.Namespace) -> int:
 def jobs(options: argparse.Namespace) -> list:
     """What the options ask for, or an error that says what they could have asked for."""
     from ..op.plan import Impl, refusal
-    from .operators import OPERATORS
     from .protocol import Job
 
-    chosen = [OPERATORS[name] for name in pick("operator", options.operators, OPERATORS) or OPERATORS]
+    chosen = operators("bench", options.operators)
     known = list(dict.fromkeys(case for operator in chosen for case in operator.cases.BENCH))
     cases = pick("case", options.case or [], known) or known
     where = device(options.device)

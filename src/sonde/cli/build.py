@@ -15,7 +15,6 @@ from pathlib import Path
 from ..jit import settings
 from . import console
 from .console import UsageError
-from .operators import OPERATORS
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "channels_last")
@@ -77,16 +76,16 @@ def plan(options: argparse.Namespace) -> list:
         raise UsageError("--arch: name at least one, such as sm_90")
     dtypes = console.pick("dtype", [options.dtype], (*DTYPES, "float64"))
     layouts = console.pick("layout", [options.layout], LAYOUTS)
-    names = console.pick("operator", options.operator, OPERATORS) or list(OPERATORS)
-    known = {case for name in names for case in OPERATORS[name].cases.BENCH}
+    chosen = console.operators("build", options.operator)
+    known = {case for operator in chosen for case in operator.cases.BENCH}
     cases = console.pick("case", [options.case], sorted(known)) or sorted(known)
     shipped = [json.loads(file.read_text(encoding="utf-8"))["device"] for file in sorted(winners.SHIPPED.glob("*.json"))]
     return [
-        Task(OPERATORS[name].package, case, dtype, layout, arch, device)
+        Task(operator.name, case, dtype, layout, arch, device)
         for arch in archs
-        for name in names
+        for operator in chosen
         for case in cases
-        if case in OPERATORS[name].cases.BENCH
+        if case in operator.cases.BENCH
         for dtype in dtypes
         for layout in layouts
         for device in ("", *(d for d in shipped if d.endswith(f" {arch}")))

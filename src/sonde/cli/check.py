@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operators import Operator
+from ..operators import Operator
 
 FIXED = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative error in norm
 OF_REFERENCE = 1.1  # half precision: this times what the reference loses when it runs in that dtype
@@ -32,20 +32,19 @@ class Verdict:
 class Truth:
     """What a case should give, computed once in float64 and held against each contender.
 
-    Where there are more queries than the operator's cases call `CHECKED`, it looks at every n-th: at their values, and at the
+    Where there are more queries than are `checked` of this operator, it looks at every n-th: at their values, and at the
     gradients of a cotangent that is zero for the others.
     """
 
     def __init__(self, operator: Operator, args: Sequence, cotangent: Tensor, taps: int):
-        self.seen = (slice(None),) * operator.result + (slice(None, None, every(operator, cotangent)),)
+        self.seen = (slice(None),) * (operator.result % cotangent.ndim) + (slice(None, None, every(operator, cotangent)),)
         self.names = [name for name, a in zip(operator.arguments, args) if isinstance(a, Tensor)]
         self.dtype = cotangent.dtype
         exact = dict(zip(operator.arguments, args))
-        if {"samples", "images"} <= exact.keys() and exact["samples"].dtype == torch.float32 and self.dtype != torch.float64:
-            exact["samples"] = _pixel_exact(exact["samples"], exact["images"])
-        if "grid" in exact and exact["grid"].dtype == torch.float32 and self.dtype != torch.float64:
-            exact["grid"] = _pixel_exact(exact["grid"], exact["input"], exact["align_corners"])
-        with operator.exactly(args[0].dtype):
+        samples = exact.get(operator.samples)
+        if samples is not None and samples.dtype == torch.float32 and self.dtype != torch.float64:
+            exact[operator.samples] = _pixel_exact(samples, exact[operator.image], exact.get(operator.align, False))
+        with operator.exactly(args):
             self.exact = _definition(operator, list(exact.values()), cotangent, torch.float64, taps)
         self.tolerances = dict.fromkeys(["out", *self.names], FIXED.get(self.dtype, 0.0))
         if self.dtype not in FIXED:
@@ -68,7 +67,7 @@ class Truth:
 def every(operator: Operator, result: Tensor) -> int:
     """n, if the truth looks at every n-th query."""
     Q = result.shape[operator.result]
-    return max(1, -(-Q // getattr(operator.cases, "CHECKED", Q or 1)))
+    return max(1, -(-Q // (operator.checked or Q or 1)))
 
 
 def relative_error(x: Tensor | None, exact: Tensor) -> float:
@@ -117,10 +116,10 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
     for start in range(0, Q, step):
 
         def rows(x: Tensor, dim: int | None, start: int = start) -> Tensor:
-            return x if dim is None else x[(slice(None),) * dim + (slice(start, start + step, n),)]
+            return x if dim is None else x[(slice(None),) * (dim % x.ndim) + (slice(start, start + step, n),)]
 
         part = leaves([rows(a, along.get(k)) if isinstance(a, Tensor) else a for k, a in wide.items()])
-        value, found = forward_backward(operator.reference, part, rows(cotangent, operator.result).to(dtype))
+        value, found = forward_backward(operator.defined, part, rows(cotangent, operator.result).to(dtype))
         rows(out, operator.result).copy_(value.detach())
         for (k, total), grad in zip(grads.items(), found):
             if grad is not None:

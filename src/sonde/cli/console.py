@@ -11,7 +11,10 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..operators import Operator
 
 
 class UsageError(Exception):
@@ -33,6 +36,26 @@ def pick(what: str, given: Sequence[str], valid: Iterable[str]) -> list[str]:
         if name not in valid:
             raise UsageError(did_you_mean(what, name, valid))
     return list(dict.fromkeys(names))
+
+
+def operators(command: str, given: Sequence[str]) -> list[Operator]:
+    """The operators named in `given`, or all; without those that the command can do nothing for, which must not be named."""
+    from ..operators import OPERATORS
+
+    names = pick("operator", given, OPERATORS)
+    for name in names:
+        if command in OPERATORS[name].refuses:
+            raise UsageError(f"{command} {name}: {OPERATORS[name].refuses[command]}")
+    return [OPERATORS[name] for name in names] or [o for o in OPERATORS.values() if command not in o.refuses]
+
+
+def left_out(command: str) -> None:
+    """Say which operators a command that takes all of them has left out, and why."""
+    from ..operators import OPERATORS
+
+    for operator in OPERATORS.values():
+        if command in operator.refuses:
+            print(f"Not in here: {operator.name}: {operator.refuses[command]}")
 
 
 def writable(option: str, file: str | None, suffixes: Sequence[str] = ()) -> None:

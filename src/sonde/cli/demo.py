@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from .console import dump, table, writable
-
-CASES = ("pixelsplat_infer", "random_64", "sparsedrive_det", "ddetr_dec", "tutorial")  # of each operator, the first that it has
-ON_CPU = {
-    "pixelsplat_infer": dict(B=1, Q=1024),
-    "random_64": dict(B=1),
-    "sparsedrive_det": dict(Q=100, levels=((32, 88), (16, 44))),
-    "tutorial": dict(M=1000, N=5000),
-    "ddetr_dec": dict(levels=((50, 84), (25, 42), (13, 21))),
-}
+from .console import dump, left_out, operators, table, writable
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +21,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from . import plot
     from .bench import device, measured
-    from .operators import OPERATORS
     from .protocol import Job
 
     writable("--plot", options.plot, plot.SUFFIXES)
     where = device(None)
     todo = []
-    for operator in OPERATORS.values():
-        case = next(case for case in CASES if case in operator.cases.BENCH)
-        sizes = operator.cases.BENCH[case] | (ON_CPU.get(case, {}) if where.type == "cpu" else {})
-        todo.append(Job(operator, case, sizes, where))
+    for operator in operators("demo", []):
+        sizes = {**operator.cases.BENCH[operator.typical], **(operator.on_cpu if where.type == "cpu" else {})}
+        todo.append(Job(operator, operator.typical, sizes, where))
     records = list(measured(todo, show=not options.json, extras=False))
     if options.json:
         dump(records)
@@ -71,6 +60,7 @@ def show(records: list[dict]) -> None:
     for record in records:
         if not record["correct"]:
             print(f"WRONG: {record['operator']}: {record['wrong']}; no speed-up is reported")
+    left_out("demo")
     print("Error: the worst of the value and all gradients against the float64 reference, relative in norm.")
     print("Memory: the peak of forward + backward beyond the inputs.")
     print("Next: sonde bench --backward (real sizes), sonde doctor (what can run here).")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from .bench import DTYPES, LAYOUTS
@@ -57,7 +56,7 @@ def _job(options: argparse.Namespace) -> Job:
     import torch
 
     from ..op.plan import Impl, refusal
-    from .operators import OPERATORS
+    from ..operators import OPERATORS
     from .protocol import Job
 
     def one(what: str, given: str, valid: Any) -> str:
@@ -83,8 +82,9 @@ def planned(job: Job, backward: bool, deterministic: bool) -> Plan:
     """The plan of a job, with all gradients or none."""
     from ..op.plan import explain
 
+    call, args = job.operator.written(job.outlines(backward), job.impl)
     with deterministic_algorithms(deterministic):
-        return explain(partial(job.operator.function, impl=job.impl), *job.outlines(backward))
+        return explain(call, *args)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..op.plan import choose
 from ..op.torch_private import fake_mode
+from ..operators import Operator
 from . import timing
 from .check import Truth, every, forward_backward, leaves
 from .environment import environment
-from .operators import Operator
 
 SECONDS = 0.1  # for each figure
 STAGES = ("checking", "timing", "weighing", "floor and host cost")
@@ -38,11 +38,11 @@ class Job:
         return f"{self.operator.name} {self.case} {self.dtype} {self.layout} {self.impl}"
 
     def inputs(self, **sizes) -> list:
-        args = self.operator.cases.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device))
-        if self.layout != "channels_last":
-            return list(args)
-        form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
-        return [a.contiguous(memory_format=form) if n in ("images", "input") else a for n, a in zip(self.operator.arguments, args)]
+        args = list(self.operator.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device)))
+        if self.layout == "channels_last" and self.operator.has_images:
+            form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
+            args[0] = args[0].contiguous(memory_format=form)
+        return args
 
     def outlines(self, grad: bool) -> list:
         """The same without their values, for a plan: they take no memory, and their device need not be there."""
@@ -62,7 +62,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
         torch.cuda.set_device(device)
     args = job.inputs()
     asking = leaves(args)
-    counted = operator.cases.count(**job.sizes)
+    counted = operator.count(**job.sizes)
     contenders = _contenders(job, job.against)
 
     begin(f"{job}: checking")
@@ -72,7 +72,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     part = cotangent
     if n > 1:  # to the truth, the queries that it leaves out give no gradient
         number = torch.arange(out.shape[operator.result], device=device)
-        part = cotangent * (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result))
+        part = cotangent * (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result % out.ndim))
     read, written = sum(a.nbytes for a in args if isinstance(a, Tensor)), out.nbytes
     truth = Truth(operator, args, part, counted["taps"])
     verdict = truth.judge(contenders["sonde"], asking, part)
@@ -145,7 +145,7 @@ def again(job: Job, record: dict) -> None:
 
 
 def _contenders(job: Job, against: Sequence[str]) -> dict[str, Callable]:
-    return {"sonde": partial(job.operator.function, impl=job.impl), **{name: _baseline(job, name) for name in against}}
+    return {"sonde": job.operator.call(job.impl), **{name: _baseline(job, name) for name in against}}
 
 
 def _cotangent(out: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ def _phases(
 
 def _baseline(job: Job, name: str) -> Callable:
     eager = job.operator.cases.eager
-    if name == "eager":
-        return eager
-    torch.compiler.reset()  # each case is compiled for its own sizes
-    return torch.compile(eager, dynamic=False)
+    if name != "eager":
+        torch.compiler.reset()  # each case is compiled for its own sizes
+        eager = torch.compile(eager, dynamic=False)
+    return job.operator.of(eager)
 
 
 def _forward(call: Callable, args: Sequence) -> Tensor:
@@ -194,12 +194,15 @@ def _deterministic_ms(phases: Mapping) -> float:
 
 
 def _apart(job: Job, args: Sequence) -> dict[str, dict] | None:
-    """Times of an operator's parts, where it has some: the index of points, and the search with it."""
-    parts = getattr(job.operator.cases, "apart", None)
-    if parts is None or choose(job.operator.name, job.impl, args[0]) == "reference":
+    """Where there is a search: times of building the index of points, and of the call that is given one."""
+    if not job.operator.searched or choose(job.operator.name, job.impl, args[0]) == "reference":
         return None
+    from ..points import PointIndex
+
+    points = args[job.operator.arguments.index(job.operator.searched[1])]
+    build = partial(PointIndex.build, points, impl=job.impl)  # type: ignore[arg-type]
     with torch.no_grad():
-        calls = parts(job.operator.function, args, job.impl)
+        calls = {"build": build, "given": partial(job.operator.call(job.impl), *args, build())}
         found = {name: {"call_ms": ms} for name, ms in timing.call_ms(calls, job.device, SECONDS).items()}
         if job.device.type == "cuda":
             found = {name: figures | timing.graph_ms(calls[name], SECONDS) for name, figures in found.items()}
@@ -245,15 +248,15 @@ def _floor(job: Job, args: Sequence, flush: Tensor | None, record: Mapping) -> d
 
 
 def _gather(job: Job, args: Sequence) -> Callable | None:
-    named = dict(zip(job.operator.arguments, args))
-    if job.device.type != "cuda" or not {"images", "samples"} <= named.keys():
+    if job.device.type != "cuda" or not job.operator.gathers:
         return None
+    named = dict(zip(job.operator.arguments, args))
     try:
         from .floor import floor
     except ImportError:  # no Triton
         return None
-    pixels = named["images"].permute(0, 2, 3, 1).contiguous()
-    return partial(floor, pixels, named["samples"])
+    pixels = named[job.operator.image].permute(0, 2, 3, 1).contiguous()
+    return partial(floor, pixels, named[job.operator.samples])
 
 
 _bandwidth = cache(timing.copy_bandwidth)

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .bench import DTYPES, LAYOUTS, number
-from .console import UsageError, did_you_mean, dump, meter, pick, table, writable
+from .console import UsageError, did_you_mean, dump, meter, operators, pick, table, writable
 from .explain import deterministic_algorithms, planned, short
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .operators import OPERATORS
+    from ..operators import OPERATORS
 
     if options.json in OPERATORS:
         raise UsageError(f"--json takes a file; write --json - before {options.json!r} to print the results")
@@ -138,7 +137,6 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     import torch
 
     from ..op.plan import HAS_TRITON
-    from .operators import OPERATORS
     from .protocol import Job
 
     if not HAS_TRITON:
@@ -149,7 +147,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             "tune: timing kernels needs a GPU, and torch sees none here; --dry-run works without, sonde doctor says more"
         )
     device = torch.device("cpu" if interpreted else "cuda")
-    chosen = [OPERATORS[name] for name in pick("operator", options.operators, OPERATORS) or OPERATORS]
+    chosen = operators("tune", options.operators)
     known = {o.name: {**o.cases.BENCH, **o.cases.SMALL} for o in chosen}
     asked = pick("case", options.case or [], dict.fromkeys(case for cases in known.values() for case in cases))
     jobs = []
@@ -258,13 +256,18 @@ def _run(job: Job, check: Callable[[], None]) -> None:
     from .check import forward_backward, leaves
 
     args = leaves(job.inputs())
-    call = partial(job.operator.function, impl=job.impl)
-    with torch.no_grad():
-        cotangent = torch.randn_like(call(*args))
+    call = job.operator.call(job.impl)
+    cotangent = None
+    if job.operator.graded:
+        with torch.no_grad():
+            cotangent = torch.randn_like(call(*args))
     for mode in (False, True):
         with deterministic_algorithms(mode), torch.autograd.set_multithreading_enabled(False):
             check()
-            forward_backward(call, args, cotangent)
+            if cotangent is None:
+                call(*args)
+            else:
+                forward_backward(call, args, cotangent)
     check()
 
 

@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -59,16 +58,12 @@ _building: dict[str, Entry] | None = None  # what this process compiles for a re
 class Task(NamedTuple):
     """One case of one operator, to be built for one architecture with the configurations of one device, or the defaults."""
 
-    package: str  # of the operator
+    operator: str  # its name in the table
     case: str
     dtype: str
     layout: str
     arch: str  # as in sm_90
     device: str = ""  # whose shipped winners are built
-
-    @property
-    def operator(self) -> str:
-        return self.package.rpartition(".")[2]
 
 
 class Built(NamedTuple):
@@ -394,8 +389,8 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from ..op.checks import by_position
     from ..op.gpu import _compiled
+    from ..operators import OPERATORS
     from .workers import CompileOnly
 
     class Builder(CompileOnly):
@@ -409,19 +404,20 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         driver.set_active(Builder(GPUTarget("cuda", int(task.arch.removeprefix("sm_")), 32)))
         winners.pretend(task.device or None)
         _compiled.clear()  # for another architecture
-        cases = import_module(f"{task.package}.cases")
-        call = by_position(getattr(import_module(task.package), task.package.rpartition(".")[2]))
-        args = list(cases.make(**{**cases.SMALL, **cases.BENCH}[task.case], dtype=getattr(torch, task.dtype)))
+        operator = OPERATORS[task.operator]
+        sizes = {**operator.cases.SMALL, **operator.cases.BENCH}[task.case]
+        args = list(operator.make(**sizes, dtype=getattr(torch, task.dtype)))
         if task.layout == "channels_last":
-            if args[0].ndim not in (4, 5):
+            if not operator.has_images:
                 return _building, None  # it has no other layout
             form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
             args[0] = args[0].contiguous(memory_format=form)
         given = [a.requires_grad_() for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            out = call(*args, impl="triton")
-            torch.autograd.grad(out, given, torch.empty_like(out))
+            out = operator.function(*args, impl="triton")
+            if operator.graded:
+                torch.autograd.grad(out, given, torch.empty_like(out))
     except Exception as problem:
         return _building, describe(problem)
     return _building, None

@@ -163,14 +163,6 @@ def kind(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def by_position(function: Callable) -> Callable:
-    """`function` with what it takes by keyword only coming last, as cases have it; but for `impl`."""
-    plain, options = parted(function)
-    if not options:
-        return function
-    return lambda *args, impl="auto": function(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)
-
-
 def parted(function: Callable) -> tuple[int, list[str]]:
     """How many arguments come by position, and what comes by keyword only; but for `impl`."""
     known = inspect.signature(function).parameters.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,18 @@ SMALL = {
     "no_channels": dict(B=2, C=0, H=5, W=5, Q=3, D=2, heads=2),
     "no_pixels": dict(B=2, C=8, H=0, W=5, Q=3, D=2, heads=2, octaves=1),
 }
+
+# constants come from channels, heads, octaves, depth and dtype: a real case, an odd one, more samples than a program holds
+_REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4, octaves=10)
+_ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
+_DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
+# what must compile without spills: on all architectures where `everywhere`, and all of it on one of them
+TARGETS: list[dict[str, Any]] = [
+    dict(sizes=_REAL, dtype="float32", everywhere=True),
+    dict(sizes=_REAL, dtype="bfloat16"),
+    dict(sizes=_ODD, dtype="float32"),
+    dict(sizes=_DEEP, dtype="float16"),
+]
 
 # coordinates that must neither overflow, nor poison their neighbours, nor read outside
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e7, -1.0, 1.0, 0.0, -1.3, 1.4, 2.0**31]

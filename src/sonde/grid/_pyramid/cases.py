@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 # locations that must neither overflow, nor poison their neighbours, nor read outside
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e7, -1e7, 0.0, 1.0, -0.125, 1.25, 2.0**31]
+
+_REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4)
+_ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
+_DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
+# as many cameras or heads and levels as models have, and so few anchors that their samples are cut into slices
+MODEL = dict(B=1, C=32, H=16, W=24, Q=3, D=50, heads=8, cams=6, L=4)
+# what must compile without spills, on all architectures or one; `on_device`: with levels of which the host knows nothing
+TARGETS: list[dict[str, Any]] = [
+    dict(sizes=_REAL, dtype="float32", everywhere=True),
+    dict(sizes=_REAL, dtype="bfloat16"),
+    dict(sizes=_ODD, dtype="float32", on_device=True),
+    dict(sizes=_DEEP, dtype="float16"),
+]
 
 
 def halves(H: int, W: int, L: int) -> tuple[tuple[int, int], ...]:

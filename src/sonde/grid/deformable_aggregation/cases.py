@@ -50,8 +50,12 @@ SMALL = {
     "no_channels": dict(_SOME, C=0),
     "no_pixels": dict(_SOME, H=0),
 }
-IN_FULL = ("odd_sizes",)  # in every dtype and both modes where kernels are interpreted; the rest in float32
-INTEGERS = ("H", "W")  # sizes that come as integers and not with a tensor
+TARGETS = [
+    *pyramid.TARGETS,
+    dict(sizes=pyramid.MODEL, dtype="bfloat16", everywhere=True),
+    dict(sizes=pyramid.MODEL, dtype="float32"),
+    dict(sizes=dict(pyramid.MODEL, outside="zeros"), dtype="bfloat16"),
+]
 
 
 def make(

@@ -50,14 +50,13 @@ SMALL = {
     "no_pixels": dict(_PLANE, H=0),
     "no_slices": dict(_VOLUME, Z=0, padding="reflection"),
 }
-# what else must compile for every architecture: few channels, most taps, most axes
+# what must compile without spills, on all architectures or one: beside other operators' few channels, most taps, most axes
 TARGETS = [
-    (dict(B=1, C=3, H=8, W=8, Q=8, D=8, padding="border", corners=True), "float32"),
-    (dict(B=1, C=64, H=8, W=8, Q=8, D=8, mode="bicubic", padding="reflection"), "float32"),
-    (dict(B=1, C=32, Z=8, H=8, W=8, K=4, Q=4, D=4), "float32"),
+    *epipolar.TARGETS,
+    dict(sizes=dict(B=1, C=3, H=8, W=8, Q=8, D=8, padding="border", corners=True), dtype="float32", everywhere=True),
+    dict(sizes=dict(B=1, C=64, H=8, W=8, Q=8, D=8, mode="bicubic", padding="reflection"), dtype="float32"),
+    dict(sizes=dict(B=1, C=32, Z=8, H=8, W=8, K=4, Q=4, D=4), dtype="float32"),
 ]
-IN_FULL = ("odd_sizes", "hostile", "volume")  # in every dtype and both modes where kernels are interpreted; the rest in float32
-KEEPS_LAYOUT = BROADCASTS = True  # what the contract asks of others and not of this
 
 
 def make(

@@ -52,8 +52,14 @@ SMALL = {
     "no_channels": dict(_SOME, C=0),
     "no_pixels": dict(_SOME, H=0),
 }
-IN_FULL = ("odd_sizes",)  # in every dtype and both modes where kernels are interpreted; the rest in float32
-INTEGERS = ("H", "W")  # sizes that come as integers and not with a tensor
+_MANY = dict(pyramid.MODEL, D=4, Q=2000)
+TARGETS = [
+    *pyramid.TARGETS,
+    dict(sizes=_MANY, dtype="float32", everywhere=True),
+    dict(sizes=dict(pyramid.MODEL, D=4, logits=True), dtype="bfloat16"),
+    dict(sizes=_MANY, dtype="bfloat16"),
+    dict(sizes=dict(_MANY, D=8, C=256), dtype="float32"),
+]
 
 
 def make(

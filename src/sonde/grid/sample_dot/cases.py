@@ -11,7 +11,7 @@ from .._epipolar import cases as epipolar
 
 SMALL = epipolar.SMALL
 BENCH = epipolar.EPIPOLAR
-IN_FULL = ("odd_sizes", "hostile")  # in every dtype and both modes where kernels are interpreted; the rest in float32
+TARGETS = epipolar.TARGETS
 
 
 def make(octaves: int = 0, **sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

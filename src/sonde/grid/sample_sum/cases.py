@@ -9,6 +9,7 @@ from .._epipolar import cases as epipolar
 
 SMALL = epipolar.SMALL
 BENCH = epipolar.EPIPOLAR
+TARGETS = epipolar.TARGETS
 
 
 def make(**sizes) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ...op.plan import Impl
-
-LETTERS = dict(Q="M", C="F", D="k")  # of sizes, where a test means any family's: queries, channels, samples of a query
-FIXED = ("dims", "k")  # sizes that a graph holds fixed
-LEAST = dict(dims=1, k=1)
 
 _SOME: dict[str, Any] = dict(B=2, M=5, N=23, dims=3, F=5, k=3)
 # every edge a kernel can get wrong, small enough for the interpreter
@@ -34,12 +27,16 @@ SMALL = {
     "no_points": dict(_SOME, N=0),
 }
 WEIGHED = {  # of operators with features
-    "sigma": dict(_SOME, sigma_shape=()),
+    "sigma": dict(_SOME, sigma_shape=(), radius=0.5),
     "sigma_of_rows": dict(_SOME, N=70, sigma_shape=(2,)),
     "no_features": dict(_SOME, F=0),
 }
-IN_FULL = ("odd_sizes",)  # in every dtype and both modes where kernels are interpreted; the rest in float32
-VANISHING = ("one_pixel",)  # gradients of coordinates that cancel, up to rounding
+# what must compile without spills, on all architectures or one: points enough for boxes of three levels
+TARGETS: list[dict[str, Any]] = [
+    dict(sizes=dict(M=50, N=140_000, dims=3, F=25, k=7, sigma_shape=(), radius=0.5), dtype="float32", everywhere=True),
+    dict(sizes=dict(M=50, N=140_000, dims=2, F=150, k=64, sigma_shape=(), radius=0.5, layout="ragged"), dtype="bfloat16"),
+    dict(sizes=dict(M=50, N=140_000, dims=3, F=3, k=16, sigma_shape=(), radius=0.5), dtype="float64"),
+]
 
 # coordinates that must neither poison their neighbours nor read outside
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 40.0, 0.0, 0.5]
@@ -67,7 +64,6 @@ RADIUS = {
     "domino_0.05": dict(M=524_288, N=300_000, F=16, radius=0.05, near=52, sigma=0.1, layout="box_of_surface"),
     "domino_0.1": dict(M=524_288, N=300_000, F=16, radius=0.1, near=416, sigma=0.1, layout="box_of_surface"),
 }
-CHECKED = 2**15  # queries that a benchmark's truth looks at: each is compared with every point
 
 
 def cloud(
@@ -158,14 +154,6 @@ def make(
     if B is None or ragged:
         made |= {key: made[key][0] for key in ("queries", "points", "features")}
     return made
-
-
-def apart(function: Callable, args: tuple, impl: Impl) -> dict[str, Callable]:
-    """Building the index, and the call that is given one: what a benchmark tells apart."""
-    from .index import PointIndex
-
-    index = PointIndex.build(args[1], impl=impl)
-    return {"build": lambda: PointIndex.build(args[1], impl=impl), "given": lambda: function(*args, index, impl=impl)}
 
 
 def pairs(M: int, N: int) -> int:

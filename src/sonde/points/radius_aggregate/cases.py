@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from .._search import cases as clouds
-from .._search.reference import searching_in as exactly
 
-__all__ = ["BENCH", "SMALL", "apart", "count", "eager", "exactly", "make"]
 SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHED}, clouds.RADIUS
-LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
-IN_FULL, VANISHING, CHECKED, apart = clouds.IN_FULL, clouds.VANISHING, clouds.CHECKED, clouds.apart
+TARGETS = clouds.TARGETS
 
 
 def make(radius: float = 1.2, **sizes) -> tuple:

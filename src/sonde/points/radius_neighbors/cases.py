@@ -9,8 +9,7 @@ from .._search import cases as clouds
 
 SMALL = clouds.SMALL
 BENCH = {name: dict(sizes, k=16) for name, sizes in clouds.RADIUS.items()}
-LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
-IN_FULL, VANISHING = clouds.IN_FULL, clouds.VANISHING
+TARGETS = clouds.TARGETS
 
 
 def make(k: int = 3, radius: float = 1.2, **sizes) -> tuple:

@@ -8,8 +8,7 @@ from torch import Tensor
 from .._search import cases as clouds
 
 SMALL, BENCH = clouds.SMALL, clouds.RADIUS
-LETTERS, FIXED, LEAST = clouds.LETTERS, clouds.FIXED, clouds.LEAST
-IN_FULL, VANISHING = clouds.IN_FULL, clouds.VANISHING
+TARGETS = clouds.TARGETS
 
 
 def make(radius: float = 1.2, **sizes) -> tuple:

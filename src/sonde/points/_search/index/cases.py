@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import cases as clouds
 
 SMALL = {name: sizes for name, sizes in clouds.SMALL.items() if sizes.get("layout") != "ragged"}
+TARGETS = [dict(target, sizes={k: v for k, v in target["sizes"].items() if k != "layout"}) for target in clouds.TARGETS]
 BENCH = {name: dict(sizes, B=1) for name, sizes in clouds.KNN.items()}
 
 

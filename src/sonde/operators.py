@@ -1,0 +1,361 @@
+"""The one table of operators: what commands, tests, release builds and benchmarks know of each.
+
+Importing it loads no family: an entry's methods import what they need. A new operator adds an entry, and joins all of them.
+Its folder has the files of every other (``CONTRIBUTING.md``); its ``cases.py`` has ``SMALL``, ``BENCH``, ``TARGETS``, ``make``,
+``eager`` and ``count`` (the last two unless bench refuses it), and ``SMALL`` has at least the cases named in ``EDGES``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib import import_module
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+EDGES = (
+    "odd_sizes",
+    "hostile",
+    "one_pixel",
+)  # cases that every operator has: odd sizes, values that are not finite, all in one place
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One operator: where it lives, and the traits by which its users treat it differently from others."""
+
+    name: str  # that of its schema
+    family: str
+    folder: str = ""  # in the family, with dots; that of its name unless given
+    title: str = ""  # how users call it, below ``sonde``; its name unless given
+    engine: str = ""  # the folder of the family that does its work, if others share it
+    converts: bool = False  # ``api.arguments`` makes the schema's arguments of the public function's
+
+    # -- arguments, by name
+    image: str = ""  # an image, which may be channels-last; always the first
+    samples: str = ""  # coordinates whose pixel positions a truth must share (pyramids' cases have none that round)
+    align: str = ""  # says whether ±1 are centres of pixels
+    searched: tuple[str, ...] = ()  # queries and points of a search, whose neighbours a truth must share
+    places: tuple[str, ...] = ()  # arguments that say where, or how wide, and not what; the last tells what there is to see
+    factors: tuple[str, int] | None = None  # an argument that terms of a sum are multiplied with, and the sum's dimension in it
+    summed: tuple[str, ...] = ()  # single numbers for many rows: their gradients are long sums, which may cancel
+    queries: Mapping[str, int] = field(default_factory=dict)  # which dimension counts the queries: they do not see each other,
+    result: int = 0  # so a truth may be computed in slices of them; and the same of the result
+
+    # -- results
+    results: tuple[str, ...] = ("out",)
+    graded: str = "out"  # the one with a gradient, if any
+    keeps_layout: bool = False  # a channels-last input gives a channels-last result
+    broadcasts: bool = False  # a batch of one serves any other
+    sees_everything: bool = False  # nothing is too far away
+    sizes_from_data: bool = False  # how large results are depends on values
+    atomic: bool = True  # GPUs add up some gradient by atomics, unless asked for determinism
+
+    # -- sizes of cases
+    letters: Mapping[str, str] = field(default_factory=dict)  # how it calls what others call Q, C and D
+    fixed: tuple[str, ...] = ()  # sizes that a graph holds fixed
+    integers: tuple[str, ...] = ()  # sizes that come as integers and not with a tensor: to an export they are constants
+    least: Mapping[str, int] = field(default_factory=dict)  # the smallest that a size may be, where that is not 0
+
+    # -- cases
+    typical: str = ""  # a real workload of middle size, which demo runs
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)  # sizes of it that demo scales down there
+    vanishing: tuple[str, ...] = ()  # small cases with gradients that cancel, up to rounding
+    checked: int | None = None  # queries that a benchmark's truth looks at, where all would take too long
+
+    # -- what a default run of the tests leaves to others
+    interpreted: bool = False  # it stands for all operators in Triton's interpreter, which takes minutes for each
+    in_full: tuple[str, ...] | None = None  # small cases interpreted in every dtype and both modes, the rest in float32; None: all
+    interpreted_cases: tuple[str, ...] | None = None  # small cases interpreted at all; None: all
+    registered_like: str = ""  # the operator that stands for this one in what torch makes of a registration
+    computes_like: str = ""  # the operator that stands for this one in what their common engine computes
+
+    # -- commands
+    gathers: bool = False  # the floor of its forward pass is a kernel that reads the same pixels and computes nothing
+    refuses: Mapping[str, str] = field(default_factory=dict)  # commands that cannot do anything for it, and why
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", self.folder or self.name)
+        object.__setattr__(self, "title", self.title or self.name)
+
+    def __repr__(self) -> str:
+        return self.path
+
+    # -- where it lives
+
+    @property
+    def path(self) -> str:
+        return f"{self.family}.{self.name}"
+
+    @property
+    def package(self) -> str:
+        return f"{__package__}.{self.family}.{self.folder}"
+
+    def module(self, file: str = "") -> ModuleType:
+        return import_module(self.package + file)
+
+    def kernels(self, impl: str) -> ModuleType:
+        """The file that implements it."""
+        return self.module({"triton": ".gpu", "numba": ".cpu"}[impl])
+
+    def shared(self, file: str) -> ModuleType | None:
+        """A file of its engine."""
+        return import_module(f"{__package__}.{self.family}.{self.engine}{file}") if self.engine else None
+
+    # -- its functions
+
+    @cached_property
+    def public(self) -> Callable:
+        """What users call."""
+        return attrgetter(self.title)(import_module(f"{__package__}.{self.family}"))
+
+    @cached_property
+    def op(self) -> Any:
+        """What ``operator()`` returned at its registration."""
+        return getattr(self.module(".api"), f"_{self.name}")
+
+    @property
+    def definition(self) -> Callable:
+        """The reference, of the schema's arguments."""
+        return getattr(self.module(".reference"), self.name)
+
+    @cached_property
+    def arguments(self) -> list[str]:
+        """Of the public function, but for `impl`."""
+        return [name for name in inspect.signature(self.public).parameters if name != "impl"]
+
+    def registered(self, *args: Any) -> tuple:
+        """The schema's arguments, from those of the public function."""
+        return tuple(self.module(".api").arguments(*args)) if self.converts else args
+
+    @cached_property
+    def function(self) -> Callable:
+        """Of the arguments as cases have them, by position; of several results the one with a gradient.
+
+        Distances of neighbours that are not there count as 0 and not as infinite, so that they can be compared.
+        """
+        public, title, (plain, options) = self.public, self.title, self._parted
+        least = sum(p.default is p.empty for p in inspect.signature(public).parameters.values())
+
+        def by_position(*args: Any, impl: Any = "auto") -> Any:
+            if not least <= len(args) <= plain + len(options):
+                raise TypeError(f"{title}: {least} to {plain + len(options)} arguments expected, got {len(args)}")
+            return public(*args[:plain], **dict(zip(options, args[plain:])), impl=impl)
+
+        return self.of(by_position if options else public)
+
+    def of(self, function: Callable) -> Callable:
+        """`function`, whose results are the public one's, with one result that can be compared: as ``function`` says."""
+        if len(self.results) == 1:
+            return function
+        pick, masks = self.pick, bool(self.searched)
+
+        def call(*args: Any, **options: Any) -> Any:
+            out = pick(function(*args, **options))
+            return out.where(out < float("inf"), 0) if masks else out
+
+        return call
+
+    @cached_property
+    def pick(self) -> Callable:
+        """The result with a gradient, of what the public function or ``eager`` returns; without any, all tensors."""
+        count, at = len(self.results), self.results.index(self.graded) if self.graded else None
+        if count == 1:
+            return lambda out: out
+        return lambda out: tuple(out[:count]) if at is None else out[at]
+
+    def call(self, impl: str) -> Callable:
+        """``function`` of one implementation."""
+        return partial(self.function, impl=str(impl))
+
+    @property
+    def reference(self) -> Callable:
+        return self.call("reference")
+
+    @property
+    def defined(self) -> Callable:
+        """The reference without the registration around it, where their results are the same."""
+        return self.reference if self.searched else lambda *args: self.definition(*self.registered(*args))
+
+    def written(self, args: Sequence, impl: str) -> tuple[Callable, Sequence]:
+        """The same call as a user writes it, to be timed: the public function with options by keyword, and the other arguments."""
+        plain, options = self._parted
+        call = partial(self.public, **dict(zip(options, args[plain:])), impl=impl)
+        pick = self.pick
+        return (call if len(self.results) == 1 else lambda *given: pick(call(*given))), args[:plain]
+
+    @cached_property
+    def _parted(self) -> tuple[int, list[str]]:
+        from .op.checks import parted
+
+        return parted(self.public)
+
+    def exactly(self, args: Sequence) -> AbstractContextManager:
+        """In which a truth of wider numbers finds the neighbours that `args` have."""
+        if not self.searched:
+            return nullcontext()
+        import torch
+
+        from .points._search.reference import searching_in
+
+        dtype = torch.float32
+        for name in self.searched:
+            dtype = torch.promote_types(dtype, args[self.arguments.index(name)].dtype)
+        return searching_in(dtype)
+
+    # -- its cases
+
+    @property
+    def cases(self) -> ModuleType:
+        return self.module(".cases")
+
+    def make(self, case: str | None = None, **options: Any) -> tuple:
+        """Arguments of a small case, of given sizes, or of both."""
+        return self.cases.make(**self.sizes({**(self.cases.SMALL[case] if case else {}), **options}))
+
+    def count(self, **sizes: Any) -> dict[str, int]:
+        """Elements that must move at least once, and terms that are added."""
+        return self.cases.count(**self.sizes(sizes))
+
+    def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """In its own letters."""
+        return {self.letters.get(name, name): value for name, value in given.items()}
+
+    # -- traits that follow from others
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.image)
+
+    @property
+    def lists(self) -> bool:
+        """Whether it lists neighbours, and takes an index and a batch of them."""
+        return bool(self.searched)
+
+
+_PYRAMID: dict[str, Any] = dict(
+    family="grid",
+    engine="_pyramid",
+    places=("locations",),
+    converts=True,
+    fixed=("cams", "L"),
+    integers=("H", "W"),
+    in_full=("odd_sizes",),
+    queries=dict(locations=1, weights=1),
+    result=1,
+)
+_EPIPOLAR: dict[str, Any] = dict(
+    family="grid",
+    engine="_epipolar",
+    image="images",
+    samples="samples",
+    places=("samples",),
+    result=2,
+    fixed=("octaves",),
+    gathers=True,
+    typical="pixelsplat_infer",
+    on_cpu=dict(B=1, Q=1024),
+)
+_SEARCH: dict[str, Any] = dict(
+    family="points",
+    engine="_search",
+    converts=True,
+    searched=("queries", "points"),
+    places=("queries", "sigma", "points"),
+    queries=dict(queries=-2),
+    result=-2,
+    atomic=False,
+    letters=dict(Q="M", C="F", D="k"),
+    fixed=("dims", "k"),
+    least=dict(dims=1, k=1),
+    vanishing=("one_pixel",),
+    in_full=("odd_sizes",),
+    typical="tutorial",
+    on_cpu=dict(M=1000, N=5000),
+    checked=2**15,
+)
+_LISTS = dict(_SEARCH, graded="distances", registered_like="knn_aggregate", computes_like="knn_aggregate")
+
+_ALL = (
+    Operator("sample_sum", **_EPIPOLAR, queries=dict(samples=1, weights=2), factors=("weights", -1), interpreted=True),
+    Operator(
+        "sample_dot",
+        **_EPIPOLAR,
+        queries=dict(samples=1, queries=2, depths=1),
+        factors=("queries", -1),
+        in_full=("odd_sizes", "hostile"),
+    ),
+    Operator(
+        "grid_sample",
+        "grid",
+        image="input",
+        samples="grid",
+        places=("grid",),
+        align="align_corners",
+        queries=dict(grid=1),
+        result=2,
+        keeps_layout=True,
+        broadcasts=True,
+        in_full=("odd_sizes", "hostile", "volume"),
+        typical="random_64",
+        on_cpu=dict(B=1),
+    ),
+    Operator(
+        "deformable_aggregation",
+        **_PYRAMID,
+        factors=("weights", 2),  # the last dimension counts groups, which are summed apart
+        typical="sparsedrive_det",
+        on_cpu=dict(Q=100, levels=((32, 88), (16, 44))),
+    ),
+    Operator(
+        "ms_deform_attn",
+        **_PYRAMID,
+        factors=("weights", -1),
+        typical="ddetr_dec",
+        on_cpu=dict(levels=((50, 84), (25, 42), (13, 21))),
+    ),
+    Operator("knn", **_LISTS, results=("distances", "indices"), sees_everything=True),
+    Operator("radius_neighbors", **_LISTS, results=("distances", "indices", "truncated")),
+    Operator(
+        "radius_search",
+        **_LISTS,
+        results=("offsets", "indices", "distances"),
+        sizes_from_data=True,
+        refuses={
+            command: "the length of its lists depends on the data, so no truth of a part of the queries can be held against them"
+            for command in ("bench", "demo")
+        },
+    ),
+    Operator("knn_aggregate", **_SEARCH, summed=("sigma",), sees_everything=True),
+    Operator(
+        "radius_aggregate",
+        **_SEARCH,
+        summed=("sigma",),
+        registered_like="knn_aggregate",
+        interpreted_cases=(*EDGES, "sigma_of_rows"),  # a second for each
+    ),
+    Operator(
+        "point_index",
+        "points",
+        folder="_search.index",
+        title="PointIndex.build",
+        engine="_search",
+        results=("order", "sorted"),  # and boxes, with room at their end that nobody writes
+        graded="",
+        atomic=False,
+        letters=dict(Q="M", C="F", D="k"),
+        fixed=("dims",),
+        least=dict(dims=1),
+        registered_like="knn_aggregate",
+        typical="tutorial",
+        refuses={
+            command: "any order of points is right, so there is no truth to compare it with; bench knn_aggregate times it, too"
+            for command in ("bench", "demo")
+        },
+    ),
+)
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _ALL}

@@ -1,0 +1,1 @@
+"""What the tests share, one file for each job."""
