@@ -17,7 +17,7 @@ from helpers.operators import HAS_GPU, Target, cotangents, deterministic, floats
 from helpers.spies import in_child, spy
 from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism, Kernel, Plan
-from sonde.operators import Operator
+from sonde.operators import OPERATORS, Operator
 
 ORDER = list(Determinism)
 SIZES = dict(B=2, C=20, H=24, W=24, Q=3, D=2, heads=2, octaves=1, layout="uniform")
@@ -130,11 +130,11 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["grid.sample_sum", "grid.sample_dot"])
+@pytest.mark.parametrize("name", ["sample_sum", "sample_dot"])
 def test_workspace_of_few_samples_of_large_images(name, threads, monkeypatch):
     """The gradient of the images, as it is summed, is there while the others are; with one thread nothing else is as large."""
     pytest.importorskip("numba")
-    operator, target = Operator.find(name), Target("numba")
+    operator, target = OPERATORS[name], Target("numba")
     torch.set_num_threads(threads)
     args = leaves(made(operator, target, B=16, C=32, H=32, W=32, Q=8, dtype=torch.bfloat16))
     found = allocations(monkeypatch, operator, "numba")
