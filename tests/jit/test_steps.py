@@ -12,9 +12,9 @@ from sonde.op.plan import Determinism
 CPU = torch.device("cpu")
 
 
-def doubled(n: int = 1000) -> Pass:
+def doubled(n: int = 1000, x: Tensor | None = None) -> Pass:
     """Two steps over a buffer: out = 2x + 1."""
-    p = Pass(CPU, torch.float32, dict(x=torch.empty(n, device="meta")))
+    p = Pass(CPU, torch.float32, dict(x=torch.empty(n, device="meta") if x is None else x))
     (twice,) = p.call("torch.mul", lambda x: 2 * x, ["x"], [("twice", [n], torch.float32)])
     out = p.buffer("out", [n], torch.float32)
     p.call("torch.add", lambda twice, out: out.copy_(twice).add_(1), [twice, out], writes=["out"])
@@ -113,9 +113,9 @@ def test_slots_of_one_name_are_two():
 
 
 def test_every_run_has_buffers_of_its_own():
-    """A bound pass keeps nothing of a call: neither its results nor its arguments."""
-    run = doubled(8).bind()
+    """A bound pass keeps nothing of a call: neither its results nor its arguments, nor those that it was recorded with."""
     x = torch.zeros(8)
+    run = doubled(8, x).bind()
     first, second = run(x), run(x)
     assert first.data_ptr() != second.data_ptr()
     kept = [weakref.ref(t) for t in (x, first)]

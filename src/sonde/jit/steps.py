@@ -220,13 +220,13 @@ class Pass:
             program.append(_Run(step, takes, [at[name] for name in step.gives]))
             if freed and any(later.made or later.step.gives or later.step.scratch for later in moments[i + 1 :]):
                 program.append(_free([at[name] for name in freed]))
-        results = [at[name] for name in self.results]
+        results, single = [at[name] for name in self.results], self.single  # not self, which has the first arguments
 
         def run(*args: Any) -> Any:
             slots = [*args[:count], *blank]
             for operation in program:
                 operation(slots)
-            return slots[results[0]] if self.single else tuple([slots[i] for i in results])
+            return slots[results[0]] if single else tuple([slots[i] for i in results])
 
         return run
 

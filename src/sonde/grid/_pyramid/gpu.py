@@ -145,13 +145,13 @@ class ReadLevels:
 
     def bind(self) -> Callable[..., Any]:
         known: CallCache[Callable] = CallCache()
-        names = list(self.given)
-        shapes, starts = names.index("shapes"), names.index("starts")
+        names, decide = list(self.given), self.decide  # not self, which has the first arguments
 
         def run(*args: Any) -> Any:
-            levels = tuple(numbers((args[shapes], args[starts], ())))
-            found = known.get(levels) or known.put(levels, self.read(levels).bind())
-            return found(*[None if i in (shapes, starts) else x for i, x in enumerate(args[: len(names)])])
+            given = dict(zip(names, args))
+            levels = tuple(numbers((given["shapes"], given["starts"], ())))
+            given |= {"shapes": None, "starts": None}
+            return (known.get(levels) or known.put(levels, decide(given, levels).bind()))(*given.values())
 
         return run
 
@@ -160,10 +160,7 @@ class ReadLevels:
         assert shapes is not None
         assert starts is not None
         levels = (0, 0, 0) * starts.numel() if is_fake(shapes) else numbers((shapes, starts, ()))  # a fake tensor has no numbers
-        return self.read(levels).plan(phase)
-
-    def read(self, levels: Sequence[int]) -> Pass:
-        return self.decide({**self.given, "shapes": None, "starts": None}, tuple(levels))
+        return self.decide({**self.given, "shapes": None, "starts": None}, tuple(levels)).plan(phase)
 
 
 def _elsewhere(given: Given) -> bool:

@@ -1,0 +1,3 @@
+from .api import weighted_sum
+
+__all__ = ["weighted_sum"]
