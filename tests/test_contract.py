@@ -246,6 +246,7 @@ def test_values_that_are_not_finite(operator, target, layout):
 
 
 @pytest.mark.asks("passes")
+@pytest.mark.not_for("sees_nowhere", "nothing of it can be absent")
 @pytest.mark.parametrize("why", ["outside", "not finite", "nothing to see"])
 def test_what_is_absent_is_never_read(operator, impl, why):
     """Pixels and neighbours that are not there meet no weight, no query and no gradient, whatever those are: zeros everywhere."""

@@ -232,6 +232,11 @@ class Operator:
         return bool(self.image)
 
     @property
+    def sees_nowhere(self) -> bool:
+        """No argument says where to look, so there is nothing that it could miss."""
+        return not self.places
+
+    @property
     def lists(self) -> bool:
         """Whether it lists neighbours, and takes an index and a batch of them."""
         return bool(self.searched)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...op.cpu import array, jit, run
 from ...op.dtypes import accumulator
-from ...op.memory import empty
+from ...op.memory import dense, empty
 from ...op.plan import Determinism, Kernel
 
 
@@ -21,9 +21,7 @@ def forward(rows: Tensor, weights: Tensor) -> Tensor:
     return out.to(rows.dtype)
 
 
-def backward(
-    grad: Tensor, rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic: bool
-) -> list[Tensor]:
+def backward(grad: Tensor, rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic: bool) -> list[Tensor]:
     wide = accumulator(rows, weights)
     d_rows, d_weights = empty(rows.shape, wide), empty(weights.shape, wide)
     run(weighted_gradients, rows.shape[0], *_arrays(wide, grad, rows, weights), array(d_rows), array(d_weights))
@@ -45,7 +43,7 @@ def plan(rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic:
 
 
 def _arrays(wide: torch.dtype, *tensors: Tensor) -> list[np.ndarray]:
-    return [array(t.detach().to(wide).contiguous()) for t in tensors]
+    return [array(dense(t, wide)) for t in tensors]
 
 
 @jit
