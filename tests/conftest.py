@@ -52,11 +52,12 @@ def pytest_cmdline_main(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """What does not apply to an operator is left out; what takes too long without a GPU becomes slow.
 
     A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one.
     """
+    config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
     items[:] = sorted((item for item in items if applies(item)), key=lambda item: "longest" not in item.keywords)
     for item in items if not HAS_GPU else ():
         if "gpu" in item.keywords:

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from truth import cloud, neighbours, padded, squared
 
 import sonde
 from helpers.exactness import same_bits
+from helpers.neighbours import cloud, neighbours, padded, squared
 from helpers.operators import leaves
 from sonde.points._search import arguments
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from truth import neighbours, padded
 
 import sonde
+from helpers.neighbours import neighbours, padded
 from sonde.points._search import arguments
 
 pytest.importorskip("triton")

@@ -1,0 +1,71 @@
+"""The entry point: help, misspelt requests, interruptions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.commands import ROOT, sonde
+from sonde import __version__
+from sonde.cli import doctor
+
+
+def test_version_and_help(capsys):
+    assert sonde(capsys, "--version") == (0, f"sonde {__version__}\n", "")
+    code, out, _ = sonde(capsys)
+    assert code == 0
+    assert all(command in out for command in ("doctor", "demo", "bench"))
+
+
+def test_module_runs_and_import_stays_lean():
+    """`python -m sonde` works from a checkout, and the library does not pay for the command line."""
+    code = "import sys, sonde; print([m for m in ('rich', 'matplotlib', 'numba', 'triton', 'sonde.cli') if m in sys.modules])"
+    lean = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
+    assert lean.stdout.strip() == "[]", lean.stderr
+    version = subprocess.run([sys.executable, "-m", "sonde", "--version"], capture_output=True, text=True, env=_environment())
+    assert (version.returncode, version.stdout) == (0, f"sonde {__version__}\n")
+
+
+def _environment() -> dict:
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "src")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["benhc"], "Did you mean 'bench'? Valid: doctor, demo, bench"),
+        (
+            ["bench", "sample_sun"],
+            "unknown operator 'sample_sun'. Did you mean 'sample_sum'? Valid: sample_sum, sample_dot, ",
+        ),
+        (["bench", "--case", "pixelsplat_trian"], "Did you mean 'pixelsplat_train'?"),
+        (["bench", "--impl", "nunba"], "Did you mean 'numba'?"),
+        (["bench", "--against", "egger"], "Did you mean 'eager'?"),
+        (["bench", "--dtype", "float23"], "Did you mean 'float32'?"),
+        (["bench", "--layout", "chanels_last"], "Did you mean 'channels_last'?"),
+        (["bench", "--device", "gpu"], "Valid: cpu, cuda"),
+        (["bench", "--device", "cuda:99"], "torch sees"),
+        (["bench", "--device", "cpu", "--impl", "numba,nothing"], "unknown implementation 'nothing'"),
+        (["bench", "--bakward"], "did you mean --backward?"),
+        (["bench", "--json", "sample_sum"], "--json takes a file"),
+        (["bench", "--json", "no/such/folder/x.json"], "folder that exists"),
+        (["bench", "--plot", "x.bmp"], "must end in one of .png"),
+        (["demo", "--plot", "x.bmp"], "must end in one of .png"),
+    ],
+)
+def test_typos_are_answered_with_what_is_valid(capsys, argv, message):
+    code, out, err = sonde(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("sonde: ")
+    assert message in err
+
+
+def test_interruption_leaves_without_traceback(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert sonde(capsys, "doctor") == (130, "", "sonde: interrupted\n")
