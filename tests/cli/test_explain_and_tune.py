@@ -90,7 +90,7 @@ def test_explain_a_gpu_without_one():
     done = shell("explain", "sample_sum", "--device", "cuda", "--deterministic")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("sample_sum pixelsplat_train, float32, contiguous: triton on cuda")
-    for word in ("forward", "backward", "_rows", "_gather", "block_q=2", "default", "run to run", "samples, weights", "MiB"):
+    for word in ("forward", "backward", "_rows", "_pixel_sums", "block_q=2", "default", "run to run", "samples, weights", "MiB"):
         assert word in done.stdout
     done = shell("explain", "sample_dot", "--device", "cuda", "--no-backward", "--layout", "channels_last", "--json")
     (kernel,) = json.loads(done.stdout)["kernels"]
@@ -253,7 +253,7 @@ def test_dry_run_launches_nothing(capsys, quick, monkeypatch):
     code, out, _ = sonde(capsys, "tune", "sample_sum", *FEW, "--dry-run", "--json")
     (case,) = json.loads(out)
     assert (case["operator"], case["case"]) == ("sample_sum", "tiny")
-    assert {"grid.rows", "grid.form", "_gather"} <= {k["kernel"] for k in case["kernels"]}
+    assert {"grid.rows", "grid.form", "_pixel_sums"} <= {k["kernel"] for k in case["kernels"]}
 
 
 @interpreted

@@ -480,7 +480,7 @@ def test_pixels_gather_what_atomics_would_add(triton_target, mode, dim, last, ba
         args = in_rows(triton_target, last=last, dim=dim, mode=mode, padding=padding, align=align, **batches)
         with deterministic():
             plan = sonde.explain(call(triton_target), *leaves(args))
-            assert "_gather" in [kernel.name for kernel in plan.kernels]
+            assert "_gather_cells" in [kernel.name for kernel in plan.kernels]
             first, again = (value_and_grads(call(triton_target), args)[1] for _ in range(2))
         assert same_bits(first, again)
         for a, b in zip(first, value_and_grads(OPERATOR.reference, args)[1]):
@@ -519,7 +519,7 @@ def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
         got = value_and_grads(call(triton_target), args)[1]
     for a, b in zip(got, value_and_grads(OPERATOR.reference, args)[1]):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    _grad, table, first, ids, *_others = (t.cpu() for t in launched[gathers._gather])
+    _grad, table, first, ids, *_others = (t.cpu() for t in launched[gathers._gather_cells])
     x, y = (((grid + 1) * torch.tensor([5, 4]) - 1) / 2).floor().long().flatten(0, 2).T + 1
     cells = torch.where((x >= 0) & (x < 6) & (y >= 0) & (y < 5), (torch.arange(1200) // 600 * 5 + y) * 6 + x, 60)
     assert (ids[: (cells < 60).sum()].sort()[0] == (cells < 60).nonzero()[:, 0]).all()

@@ -17,7 +17,7 @@ from .._device.taps import fetch, locate, octave, wave
 from .._scatter.segments import (
     BLOCK,
     BLOCK_C,
-    add_gather,
+    add_pixel_sums,
     add_segments,
     bytes_at_most,
     first_samples,
@@ -65,7 +65,12 @@ def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[st
         return
     acc, same = accumulator(n.wide), Determinism.RUN_TO_RUN
     keys = p.buffer("keys", [N], torch.int32)
-    p.start(_keys, [slots["samples"], keys], Launch((cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4), promise=same)
+    p.start(
+        _sample_keys,
+        [slots["samples"], keys],
+        Launch((cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4),
+        promise=same,
+    )
     of = add_segments(p, keys, N, last)
     P, tile = pieces(N, last), _tile(n)
     sums = p.buffer("sums", [P, 4, tile], n.wide)
@@ -74,13 +79,13 @@ def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[st
     operands = [*(slots.get(name) for name in OPERANDS), of.order, of.first, of.begin, sums]
     for c0 in range(0, C, tile):
         constants = (C, c0, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
-        p.start(_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
+        p.start(_sample_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
         outline = torch.empty_strided(shape, strides, device="meta")
-        add_gather(p, sums, tile, n.wide, of, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
+        add_pixel_sums(p, sums, tile, n.wide, of, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
 
 
 @triton.jit(do_not_specialize=["H", "W", "QD", "N", "LAST"])
-def _keys(
+def _sample_keys(
     samples,  # [N, 2]
     keys,  # [N]
     H,
@@ -99,7 +104,7 @@ def _keys(
 
 
 @triton.jit(do_not_specialize=["H", "W", "Q", "D", "LAST"])
-def _sums(
+def _sample_sums(
     samples,  # [B, Q, D, 2]
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C − 2·OCTAVES]

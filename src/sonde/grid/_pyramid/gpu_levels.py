@@ -156,7 +156,7 @@ def level(shapes, starts, i, TABLE: tl.constexpr, MASK: tl.constexpr, OFFSET: tl
 
 
 @triton.jit
-def fetch(locations, i, here, ACC: tl.constexpr):
+def fetch_location(locations, i, here, ACC: tl.constexpr):
     """The coordinates (v, u) of locations, of which u and v are neighbours in memory; outside of everything if not `here`."""
     u = tl.load(locations + 2 * i, mask=here, other=-1.0).to(ACC)
     v = tl.load(locations + 2 * i + 1, mask=here, other=-1.0).to(ACC)

@@ -19,7 +19,7 @@ from ...op.gpu import Launch, accumulator, cdiv
 from ...op.plan import Determinism
 from .._device.long_sums import nothing, plus, settled
 from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, first_samples, next_samples, pieces, put_sums
-from .gpu_levels import Levels, along, block_of, fetch, inside, level, put, shares
+from .gpu_levels import Levels, along, block_of, fetch_location, inside, level, put, shares
 
 TILES = 4  # tiles of channels whose sums one program keeps in registers
 BLOCK_N = 4  # samples of a piece that are in flight together
@@ -93,7 +93,7 @@ def _add_some(p: Pass, n: Problem, table: str, slots: Mapping[str, str], writes:
     what = (n.points, n.repeat, n.levels.number)
     sizes = (N, n.N, n.Q, n.heads, n.cells, last)
     launch = Launch((cdiv(N, BLOCK), 1, 1), sizes, (*what, n.drop, acc, BLOCK), 4)
-    p.start(_keys, [slots["locations"], table, keys], launch, promise=same)
+    p.start(_location_keys, [slots["locations"], table, keys], launch, promise=same)
     of = add_segments(p, keys, N, last)
     P = pieces(N, last)
     sums = p.buffer("sums", [P, 4, n.tile], n.wide)
@@ -104,12 +104,12 @@ def _add_some(p: Pass, n: Problem, table: str, slots: Mapping[str, str], writes:
     for t0 in range(0, n.tiles, at_once):
         takes = [slots["locations"], slots["weights"], slots["grad"], table, of.order, of.first, of.begin, sums]
         constants = (*what, n.C, n.G, each, acc, BLOCK_N, n.block_c, at_once)
-        p.start(_sums, takes, Launch((P, 1, 1), (n.N, last, t0), constants, 1), promise=same)
+        p.start(_location_sums, takes, Launch((P, 1, 1), (n.N, last, t0), constants, 1), promise=same)
         grid = (n.B * n.heads * cdiv(n.S, pixels), at_once, 1)
         sizes, constants = (n.S, n.heads, n.cells, n.levels.number, t0), (n.C, n.G, each, n.tile, acc, pixels, n.block_c)
         done = writes if t0 + at_once >= n.tiles else ()
         takes = [sums, table, of.begin, of.end, slots["out"]]
-        p.start(_gather, takes, Launch(grid, sizes, constants, warps), writes=done, promise=same)
+        p.start(_row_sums, takes, Launch(grid, sizes, constants, warps), writes=done, promise=same)
 
 
 @triton.jit(do_not_specialize=["LEVELS", "MOST"])
@@ -136,7 +136,7 @@ def _cells(
 
 
 @triton.jit(do_not_specialize=["SAMPLES", "N", "Q", "HEADS", "CELLS", "LAST"])
-def _keys(
+def _location_keys(
     locations,  # [SAMPLES / REPEAT, 2]
     table,  # [LEVELS, 4]
     keys,  # [SAMPLES]
@@ -154,7 +154,7 @@ def _keys(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    v, u = fetch(locations, (i // REPEAT).to(tl.int64), i < SAMPLES, ACC)
+    v, u = fetch_location(locations, (i // REPEAT).to(tl.int64), i < SAMPLES, ACC)
     of = table + i // POINTS % LEVELS * 4
     H, W, first = tl.load(of), tl.load(of + 1), tl.load(of + 3)
     here = (i < SAMPLES) & (first >= 0)
@@ -170,7 +170,7 @@ def _keys(
 
 
 @triton.jit(do_not_specialize=["N", "LAST", "TILE0"])
-def _sums(
+def _location_sums(
     locations,  # [samples / REPEAT, 2]
     weights,  # [samples, G]
     grad,  # [samples / N, C]
@@ -201,7 +201,7 @@ def _sums(
         for _ in range(start, stop, BLOCK_N):
             sample, in_i = next_sample, next_in
             i, next_in, next_sample = next_samples(order, i, stop, BLOCK_N)
-            v, u = fetch(locations, (sample // REPEAT).to(tl.int64), in_i, ACC)
+            v, u = fetch_location(locations, (sample // REPEAT).to(tl.int64), in_i, ACC)
             of = table + sample // POINTS % LEVELS * 4
             _y, fy, _top, _bottom = along(v, tl.load(of).to(tl.int32), tl.int32)
             _x, fx, _left, _right = along(u, tl.load(of + 1).to(tl.int32), tl.int32)
@@ -221,7 +221,7 @@ def _sums(
 
 
 @triton.jit(do_not_specialize=["S", "HEADS", "CELLS", "LEVELS", "TILE0"])
-def _gather(
+def _row_sums(
     sums,  # [P, 4, TILE]
     table,  # [LEVELS, 4]
     begin,  # [cells + 1]

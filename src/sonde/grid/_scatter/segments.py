@@ -68,7 +68,7 @@ def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
     return ordered, order.int()
 
 
-def add_gather(
+def add_pixel_sums(
     p: Pass, sums: str, tile: int, wide: torch.dtype, of: Segments, out: str, outline: Tensor, taps: int, c0: int,
     writes: Sequence[str] = (),
 ) -> None:  # fmt: skip
@@ -82,7 +82,7 @@ def add_gather(
     (Z, H, W), n = (1, *outline.shape[1:-1])[-3:], outline.shape[:-1].numel()
     constants = (C, outline.stride(-2), c0, tile, accumulator(wide), block_p, block_c, taps, dim)
     launch = Launch((cdiv(n, block_p), tile // block_c, 1), (Z, H, W, n), constants, 4)
-    p.start(_gather, [sums, of.begin, of.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
+    p.start(_pixel_sums, [sums, of.begin, of.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _bounds(
 
 
 @triton.jit(do_not_specialize=["Z", "H", "W", "PIXELS"])
-def _gather(
+def _pixel_sums(
     sums,  # [P, TAPS ** DIM, TILE]
     begin,  # [cells + 1]
     end,

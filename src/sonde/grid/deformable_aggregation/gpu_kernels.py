@@ -17,7 +17,7 @@ from ...op.gpu import cdiv, power_of_2
 from .._device.long_sums import MANY, nothing, plus, settled
 from .._device.taps import corners
 from .._pyramid.gpu_expected import gradients, host, portions
-from .._pyramid.gpu_levels import along, fetch, inside, level, locate, put, scatter, shares
+from .._pyramid.gpu_levels import along, fetch_location, inside, level, locate, put, scatter, shares
 from .._scatter.marked_rows import mark
 from .gpu_configs import (
     Problem,
@@ -87,14 +87,14 @@ def _aggregate(
         lost = nothing(totals[0], TILES)
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        v, u = fetch(locations, n, n < end, ACC)
+        v, u = fetch_location(locations, n, n < end, ACC)
         seen = visible(v, u, shapes, starts, n % CAMS, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         rank = tl.cumsum(seen.to(tl.int32), 0)
         count = tl.max(rank, 0)
         for j in range(0, count, ROWS):
             here, sample = pick(rank, j, count, ROWS)
             sample += n0
-            v1, u1 = fetch(locations, sample, here, ACC)
+            v1, u1 = fetch_location(locations, sample, here, ACC)
             for lev in tl.range(0, L, loop_unroll_factor=UNROLL):
                 H, W, start = level(shapes, starts, sample % CAMS * L + lev, TABLE, MASK, OFFSET)
                 pixel, fy, fx, k00, k01, k10, k11, live = locate(v1, u1, here, H, W, start, S, ROW, MASK, OFFSET)
@@ -221,7 +221,7 @@ def _aggregate_gradients(
     c += its_group * GROUP
     for n0 in range(begin + camera, end, POINTS * CAMS):
         n = n0 + point * CAMS
-        v, u = fetch(locations, n, n < end, ACC)
+        v, u = fetch_location(locations, n, n < end, ACC)
         seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (n < end)
         v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
         g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
@@ -299,7 +299,7 @@ def _mark(
 ):
     """The rows that the gradients' kernel will add to."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v, u = fetch(locations, i, i < SAMPLES, ACC)
+    v, u = fetch_location(locations, i, i < SAMPLES, ACC)
     seen = inside(v, u) if DROP else i < SAMPLES
     camera, image = (i % CAMS).to(tl.int32), marks + i // EACH * S
     for lev in range(L):

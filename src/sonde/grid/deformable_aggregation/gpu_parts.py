@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._pyramid.gpu_levels import along, below, fetch, inside, level, sees, within
+from .._pyramid.gpu_levels import along, below, fetch_location, inside, level, sees, within
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def take(todo, point, y, x, locations, n0, H, W, CAMS: tl.constexpr, POINTS: tl.
     """→ the points that are not in the cell of the first, and that cell's first corner; (−2, −2) if there is no point, in any level
     that has pixels. The first point is read again and found where it was: ``along`` has the same bits for one as for many."""
     first = tl.min(tl.where(todo, point, POINTS))
-    v, u = fetch(locations, n0 + first * CAMS, first < POINTS, ACC)
+    v, u = fetch_location(locations, n0 + first * CAMS, first < POINTS, ACC)
     y0, _fy, _top, _bottom = along(v, H, OFFSET)
     x0, _fx, _left, _right = along(u, W, OFFSET)
     return todo & ((y != y0) | (x != x0)), y0, x0

@@ -79,21 +79,21 @@ def add_gather(p: Pass, n: Problem, grad: str, grid: str, out: str, writes: Sequ
     first, ids = p.buffer("first", [n.cells], torch.int32), p.buffer("ids", [N], torch.int32)
     shares = p.buffer("shares", [N, n.dim], n.wide) if n.taps > 1 else None
     ranks, links = p.buffer("ranks", [N], torch.int32), p.buffer("links", [N], torch.int64)
-    p.start(_runs, [grid, table, ranks, links], Launch(per_sample, sizes, how, BLOCK // 32), promise=same)
-    p.start(_room, [table, first], Launch((cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4), promise=same)
+    p.start(_cell_runs, [grid, table, ranks, links], Launch(per_sample, sizes, how, BLOCK // 32), promise=same)
+    p.start(_cell_rooms, [table, first], Launch((cdiv(n.cells, BLOCK_CELLS), 1, 1), (n.cells,), (BLOCK_CELLS,), 4), promise=same)
     takes = [grid, table, first, ranks, links, ids, shares]
-    p.start(_order, takes, Launch(per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128)), promise=same)
+    p.start(_cell_order, takes, Launch(per_sample, sizes, (*how, PIECE), max(1, BLOCK // 128)), promise=same)
     tile = TILE // n.wide.itemsize
     block_c = min(tile, power_of_2(n.C))
     block_p = tile // block_c
     vector = vector_of(16 // p.slots[grad].dtype.itemsize, n.C, n.row, n.stride)
     of_row = (n.dim, n.taps, accumulator(n.wide), PIECE, vector)
     sums, lists = p.buffer("sums", [pieces, n.corners, n.C], n.wide), [table, first, ids, shares]
-    p.start(_rest, [grad, *lists, sums], Launch((pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1), promise=same)
+    p.start(_crowd_sums, [grad, *lists, sums], Launch((pieces, 1, 1), (n.C, n.row, n.cells), (*of_row, block_c), 1), promise=same)
     pixels = n.images * n.Z * n.H * n.W
     sizes = (n.Z, n.H, n.W, pixels, n.C, n.row, n.stride, n.cells)
     launch = Launch((cdiv(pixels, block_p), cdiv(n.C, block_c), 1), sizes, (*of_row, block_p, block_c), 1)
-    p.start(_gather, [grad, *lists, sums, out], launch, writes=writes, promise=same)
+    p.start(_gather_cells, [grad, *lists, sums, out], launch, writes=writes, promise=same)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ SIZES = ["N", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "G_B", "G_P", "G_
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _runs(
+def _cell_runs(
     grid,  # [B / GRID_GROUP, P, DIM]
     table,  # zeros: [2, CELLS], a run of each cell, if any, as one more than its first sample, and how many samples the cell has
     ranks,  # [N], how many of its run are before a sample
@@ -170,7 +170,7 @@ def _runs(
 
 
 @triton.jit(do_not_specialize=["CELLS"])
-def _room(
+def _cell_rooms(
     table,  # behind the runs and numbers of samples of all cells: how many there are in all so far
     first,  # [CELLS], where the samples of each cell begin
     CELLS,
@@ -183,7 +183,7 @@ def _room(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _order(
+def _cell_order(
     grid,
     table,  # behind all that: [N / PIECE], one more than the cell, of a piece that starts among so many samples, is not its first
     first,
@@ -241,7 +241,7 @@ def share(shares, q, here, corner: tl.constexpr, DIM: tl.constexpr, TAPS: tl.con
 
 
 @triton.jit(do_not_specialize=["C", "ROW", "CELLS"])
-def _rest(
+def _crowd_sums(
     grad,  # [N, C], rows ROW apart
     table,
     first,
@@ -279,7 +279,7 @@ def _rest(
 
 
 @triton.jit(do_not_specialize=["Z", "H", "W", "PIXELS", "C", "ROW", "STRIDE", "CELLS"])
-def _gather(
+def _gather_cells(
     grad,  # [N, C], rows ROW apart
     table,
     first,

@@ -17,7 +17,7 @@ from .._device.taps import corners
 from .._pyramid.gpu_expected import gradients, host, portions
 from .._pyramid.gpu_levels import level, locate, put, scatter, shares, slopes
 from .gpu_configs import Problem, candidate_configs, default_config, fits, launch
-from .gpu_parts import fetch, high, low, merged, packed, part, repeated, unpacked, whole
+from .gpu_parts import fetch_together, high, low, merged, packed, part, repeated, unpacked, whole
 
 SIZES = ["S", "Q", "BATCH"]
 
@@ -85,7 +85,7 @@ def _attend(
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
-            v, u = fetch(locations + 2 * first, sample, in_p, ACC)
+            v, u = fetch_together(locations + 2 * first, sample, in_p, ACC)
             w = tl.load(weights + first + sample, mask=in_p, other=0).to(ACC)
             H, W, start = level(shapes, starts, lev, TABLE, MASK, OFFSET)
             pixel, fy, fx, k00, k01, k10, k11, _live = locate(v, u, in_p, H, W, start, S, ROW, MASK, OFFSET)
@@ -248,7 +248,7 @@ def _attend_gradients(
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
-            v, u = fetch(locations + 2 * first, sample, in_p, ACC)
+            v, u = fetch_together(locations + 2 * first, sample, in_p, ACC)
             w = tl.load(weights + first + sample, mask=in_p, other=0).to(ACC)
             H, W, start = level(shapes, starts, lev, TABLE, MASK, OFFSET)
             pixel, fy, fx, k00, k01, k10, k11, live = locate(v, u, in_p, H, W, start, S, ROW, MASK, OFFSET)

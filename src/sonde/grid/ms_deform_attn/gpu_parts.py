@@ -11,7 +11,7 @@ from .._pyramid.gpu_levels import along, shares
 
 
 @triton.jit
-def fetch(locations, i, here, ACC: tl.constexpr):
+def fetch_together(locations, i, here, ACC: tl.constexpr):
     """The coordinates (v, u) of locations, both by one access; outside of everything if not `here`."""
     u, v = tl.split(tl.load(locations + 2 * i[:, None] + tl.arange(0, 2), mask=here[:, None], other=-1.0))
     return v.to(ACC), u.to(ACC)

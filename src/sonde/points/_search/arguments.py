@@ -30,7 +30,7 @@ def tiled(impl: str, M: int, N: int) -> bool:
     return impl == "triton" and (N > MANY or M * N > PAIRS)
 
 
-class Form(NamedTuple):
+class Search(NamedTuple):
     """A call as the registered operators take it: ``[B, M, D]``, ``[B, N, D]``, ``[B, N, F]``."""
 
     queries: Tensor
@@ -68,7 +68,7 @@ def sound(x: Tensor, fresh: Tensor) -> Tensor:
     return x * torch.where(fresh, 1.0, torch.nan).to(x.dtype)
 
 
-def form(
+def prepare(
     name: str,
     queries: Any,
     points: Any,
@@ -80,7 +80,7 @@ def form(
     impl: str = "auto",
     aggregates: bool = False,
     waits: bool = False,
-) -> Form:
+) -> Search:
     """Check a public call and bring it into the form of the registered operators, with what the algorithm needs sorted."""
     operands = {"queries": (queries, "M D"), "points": (points, "N D")}
     if aggregates:
@@ -114,7 +114,7 @@ def form(
             of_queries = build(queries.detach(), segments[0], impl)
             made, tensors = (*made, *of_queries), (*tensors[:3], *of_queries)
             plan.hold(*made)
-    return Form(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl, fresh)
+    return Search(queries, points, features.contiguous() if aggregates else None, tensors, made, segments, batched, impl, fresh)
 
 
 def _row(x: Tensor) -> Tensor:
@@ -141,16 +141,16 @@ def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch
     return of_queries, of_points
 
 
-def widths(name: str, sigma: Any, form: Form) -> tuple[Tensor | None, float]:
+def widths(name: str, sigma: Any, search: Search) -> tuple[Tensor | None, float]:
     """σ as the registered operators take it: a tensor ``[B]``, or a number."""
     if not isinstance(sigma, Tensor):
         return None, positive(name, "sigma", sigma)
-    B = form.queries.shape[0]
+    B = search.queries.shape[0]
     checks.dense(name, "sigma", sigma)
     if not sigma.is_floating_point():
         raise TypeError(f"{name}: sigma must be a floating-point tensor or a number; got {sigma.dtype}")
-    if sigma.device != form.queries.device:
-        raise ValueError(f"{name}: sigma must be on {form.queries.device}, where queries is; got {sigma.device}")
+    if sigma.device != search.queries.device:
+        raise ValueError(f"{name}: sigma must be on {search.queries.device}, where queries is; got {sigma.device}")
     if sigma.ndim > 1 or (sigma.ndim == 1 and sigma.shape[0] != B):
         raise ValueError(f"{name}: sigma must be a number, a tensor [] or one [B] with B={B}; got {list(sigma.shape)}")
     if sigma.device.type == "cpu" and plain(sigma) and not bool((sigma.detach() > 0).all()):

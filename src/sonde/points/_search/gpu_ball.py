@@ -19,6 +19,7 @@ from ... import jit
 from ...op.gpu import accumulator, cdiv
 from .gpu_walk import (
     Config,
+    add_term,
     block_of,
     is_near,
     lowest,
@@ -26,12 +27,11 @@ from .gpu_walk import (
     near_points,
     next_leaf,
     number,
-    plus,
     query_tile,
     rate_of,
     root,
     start_walk,
-    whole,
+    with_lost,
 )  # fmt: skip
 from .index.gpu_kernels import LEAF
 
@@ -165,15 +165,15 @@ def _ball(
                         unit = tl.where((total + w) * unit > 0.5, unit * UNIT, unit)
                     less *= unit
                     acc, lost, part = acc * less[None, :], lost * less[None, :], part * less[None, :]
-                total, total_lost = plus(total, total_lost, w)
+                total, total_lost = add_term(total, total_lost, w)
                 w = w * unit
                 added = tl.fma(w[None, :].broadcast_to(part.shape), value[:, None].broadcast_to(part.shape), part)
                 part = tl.where(here[None, :], added, part)
-            acc, lost = plus(acc, lost, part)
+            acc, lost = add_term(acc, lost, part)
 
     total = total + total_lost
     some = total > 0
-    acc = whole(acc, lost) / tl.where(some, total * unit, 1.0)[None, :]
+    acc = with_lost(acc, lost) / tl.where(some, total * unit, 1.0)[None, :]
     to = out + (b * M + row)[None, :] * F + f[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
     once = in_q & (tl.program_id(1) == 0)
@@ -286,8 +286,8 @@ def _ball_gradients(
                             c = f0 + tl.arange(0, BLOCK_F)
                             row_f = tl.load(theirs + c, mask=c < F, other=0).to(ACC)
                             mine_f = tl.load(mine + c[:, None], mask=in_q[None, :] & (c < F)[:, None], other=0).to(ACC)
-                            a, lost_f = plus(a, lost_f, tl.sum(mine_f * row_f[:, None], 0))
-                        a = whole(a, lost_f)
+                            a, lost_f = add_term(a, lost_f, tl.sum(mine_f * row_f[:, None], 0))
+                        a = with_lost(a, lost_f)
                     apart = here & (d > 0)
                     over = w / tl.where(apart, d, 1.0)
                     ux = tl.where(apart, over * dx.to(ACC), 0.0)
@@ -305,31 +305,31 @@ def _ball_gradients(
                         if d_sigma is not None:
                             pg += w * gap
                             pm += a * (w * gap)
-                    gx, lost_x = plus(gx, lost_x, a * ux)  # one by one: sums of the leaf would take registers
-                    gy, lost_y = plus(gy, lost_y, a * uy)
-                    gz, lost_z = plus(gz, lost_z, a * uz)
+                    gx, lost_x = add_term(gx, lost_x, a * ux)  # one by one: sums of the leaf would take registers
+                    gy, lost_y = add_term(gy, lost_y, a * uy)
+                    gz, lost_z = add_term(gz, lost_z, a * uz)
             if FEATURES:
-                acc, lost = plus(acc, lost, part)
+                acc, lost = add_term(acc, lost, part)
             if COORDINATES and not COLUMNS:
-                weight, lost_w = plus(weight, lost_w, pw)
-                along, lost_a = plus(along, lost_a, pa)
-                ux0, lost_ux = plus(ux0, lost_ux, pux)
-                uy0, lost_uy = plus(uy0, lost_uy, puy)
-                uz0, lost_uz = plus(uz0, lost_uz, puz)
+                weight, lost_w = add_term(weight, lost_w, pw)
+                along, lost_a = add_term(along, lost_a, pa)
+                ux0, lost_ux = add_term(ux0, lost_ux, pux)
+                uy0, lost_uy = add_term(uy0, lost_uy, puy)
+                uz0, lost_uz = add_term(uz0, lost_uz, puz)
                 if d_sigma is not None:
-                    gap0, lost_g = plus(gap0, lost_g, pg)
-                    moment, lost_m = plus(moment, lost_m, pm)
+                    gap0, lost_g = add_term(gap0, lost_g, pg)
+                    moment, lost_m = add_term(moment, lost_m, pm)
                 # whenever the weights have doubled, p becomes the mean: what is left to cancel stays small
                 due = weight > 2 * chosen
                 if tl.max(due.to(tl.int32), 0) != 0:
                     chosen = tl.where(due, weight, chosen)
                     mean = tl.where(due, p + (along + lost_a) / tl.where(due, weight, 1.0), p)
-                    gx, lost_x = plus(gx, lost_x, (p - mean) * ux0)
-                    gy, lost_y = plus(gy, lost_y, (p - mean) * uy0)
-                    gz, lost_z = plus(gz, lost_z, (p - mean) * uz0)
-                    along, lost_a = plus(along, lost_a, (p - mean) * weight)
+                    gx, lost_x = add_term(gx, lost_x, (p - mean) * ux0)
+                    gy, lost_y = add_term(gy, lost_y, (p - mean) * uy0)
+                    gz, lost_z = add_term(gz, lost_z, (p - mean) * uz0)
+                    along, lost_a = add_term(along, lost_a, (p - mean) * weight)
                     if d_sigma is not None:
-                        moment, lost_m = plus(moment, lost_m, (p - mean) * gap0)
+                        moment, lost_m = add_term(moment, lost_m, (p - mean) * gap0)
                     p = mean
 
     if COORDINATES:
@@ -355,7 +355,7 @@ def _ball_gradients(
                 tl.store(to + 2, (-rate * gz).to(d_rows.dtype.element_ty), mask=in_q)
     if FEATURES:
         to = d_values + (b * M + row)[None, :] * F + f[:, None]
-        tl.store(to, whole(acc, lost).to(d_values.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
+        tl.store(to, with_lost(acc, lost).to(d_values.dtype.element_ty), mask=in_q[None, :] & (f < F)[:, None])
 
 
 ball = jit.kernel(

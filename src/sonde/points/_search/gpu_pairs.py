@@ -19,7 +19,7 @@ from ... import jit
 from ...jit.steps import Pass
 from ...op.gpu import Launch, accumulator, cdiv, power_of_2
 from ...op.plan import Determinism
-from .gpu_walk import Config, block_of, plus, rate_of, whole
+from .gpu_walk import Config, add_term, block_of, rate_of, with_lost
 from .index.gpu_kernels import coordinates, sort_scratch
 
 CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
@@ -128,9 +128,9 @@ def _pairs(
                     if WHOLE:
                         value += part
                     else:
-                        value, lost = plus(value, lost, part)
+                        value, lost = add_term(value, lost, part)
                 if not WHOLE:
-                    value = whole(value, lost)
+                    value = with_lost(value, lost)
                 a = tl.where((slot == n) & real[None, :], value[None, :], a)
             change = w * (a - tl.sum(w * a, 0)[None, :])  # of one neighbour: exactly 0
             if d_sigma is not None:  # changes sum to 0, so that distances may count from the least
@@ -221,10 +221,10 @@ def add_sums(
     takes = [source, weights, rows, slopes, here, there, partial]
     constants = (D, k, block_f, accumulator(p.accumulator), CHUNK)
     launch = Launch((chunks, tiles_f, 1), (T, F), (*constants, max(2, 512 // block_f)), 1)
-    p.start(_chunks, [of.keys, of.place, *takes], launch, promise=same)
+    p.start(_chunk_sums, [of.keys, of.place, *takes], launch, promise=same)
     grid = (cdiv(T, block_t), tiles_f, 1)
     launch = Launch(grid, (T, F), (*constants, block_t), 1)
-    p.start(_sums, [of.bounds, of.place, *takes, d_rows, d_here], launch, writes=writes, promise=same)
+    p.start(_run_sums, [of.bounds, of.place, *takes, d_rows, d_here], launch, writes=writes, promise=same)
 
 
 @triton.jit(do_not_specialize=["P", "T"])
@@ -257,7 +257,7 @@ def pair_of(place, source, i, in_i, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "F"])
-def _chunks(
+def _chunk_sums(
     keys,  # [P], sorted
     place,  # [P]
     source,  # [P]
@@ -318,7 +318,7 @@ def pull(here, target, there, other, slopes, n, in_i, D: tl.constexpr, ACC: tl.c
 
 
 @triton.jit(do_not_specialize=["T", "F"])
-def _sums(
+def _run_sums(
     bounds,  # [2, T]
     place,  # [P]
     source,  # [P]
@@ -359,24 +359,24 @@ def _sums(
         if weights is not None:
             w = tl.load(weights + n, mask=in_i, other=0)
             value = tl.load(rows + other[None, :] * F + f, mask=in_i[None, :] & (f < F), other=0).to(ACC)
-            acc, lost = plus(acc, lost, w[None, :] * value)
+            acc, lost = add_term(acc, lost, w[None, :] * value)
         if slopes is not None:
             ux, uy, uz = pull(here, target, there, other, slopes, n, in_i, D, ACC)
-            gx, lost_x = plus(gx, lost_x, ux)
-            gy, lost_y = plus(gy, lost_y, uy)
-            gz, lost_z = plus(gz, lost_z, uz)
+            gx, lost_x = add_term(gx, lost_x, ux)
+            gy, lost_y = add_term(gy, lost_y, uy)
+            gz, lost_z = add_term(gz, lost_z, uz)
     for t in range(tl.max(tl.where(some, last - first, 0), 0)):
         in_i = t < last - first
         from_ = partial + (first + t).to(tl.int64) * (F + D)
         if weights is not None:
-            acc, lost = plus(acc, lost, tl.load(from_[None, :] + f, mask=in_i[None, :] & (f < F), other=0))
+            acc, lost = add_term(acc, lost, tl.load(from_[None, :] + f, mask=in_i[None, :] & (f < F), other=0))
         if slopes is not None:
-            gx, lost_x = plus(gx, lost_x, tl.load(from_ + F, mask=in_i, other=0))
+            gx, lost_x = add_term(gx, lost_x, tl.load(from_ + F, mask=in_i, other=0))
             if D > 1:
-                gy, lost_y = plus(gy, lost_y, tl.load(from_ + F + 1, mask=in_i, other=0))
+                gy, lost_y = add_term(gy, lost_y, tl.load(from_ + F + 1, mask=in_i, other=0))
             if D > 2:
-                gz, lost_z = plus(gz, lost_z, tl.load(from_ + F + 2, mask=in_i, other=0))
-    acc, gx, gy, gz = whole(acc, lost), whole(gx, lost_x), whole(gy, lost_y), whole(gz, lost_z)
+                gz, lost_z = add_term(gz, lost_z, tl.load(from_ + F + 2, mask=in_i, other=0))
+    acc, gx, gy, gz = with_lost(acc, lost), with_lost(gx, lost_x), with_lost(gy, lost_y), with_lost(gz, lost_z)
     if weights is not None:
         tl.store(d_rows + target[None, :] * F + f, acc.to(d_rows.dtype.element_ty), mask=in_t[None, :] & (f < F))
     if slopes is not None:

@@ -67,7 +67,7 @@ def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
 
 
 @triton.jit
-def plus(total, lost, x):
+def add_term(total, lost, x):
     """total + x, and `lost` with what rounding loses of it, for sums of any number of terms; float64 has digits to spare."""
     s = total + x
     if x.dtype != tl.float64:
@@ -76,7 +76,7 @@ def plus(total, lost, x):
 
 
 @triton.jit
-def whole(total, lost):
+def with_lost(total, lost):
     """Both; after an infinite term nothing is lost that counts."""
     return tl.where(tl.abs(total) < float("inf"), total + lost, total)
 

@@ -51,8 +51,8 @@ _knn = operator(
 
 def arguments(queries, points, k, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
-    return (*form.operands(), k)
+    search = shared.prepare(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
+    return (*search.operands(), k)
 
 
 def knn(
@@ -95,6 +95,6 @@ def knn(
         >>> sonde.knn(torch.zeros(1, 2), points, 2)
         Neighbors(distances=tensor([[0., 1.]]), indices=tensor([[0, 2]]))
     """
-    form = shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
-    distances, indices = form.call(_knn, *form.operands(), k)
-    return Neighbors(form.rows(distances), form.rows(indices))
+    search = shared.prepare(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
+    distances, indices = search.call(_knn, *search.operands(), k)
+    return Neighbors(search.rows(distances), search.rows(indices))

@@ -44,15 +44,15 @@ _knn_aggregate = operator(
 )
 
 
-def _form(queries, points, features, k, sigma, index, batch, impl) -> tuple[shared.Form, tuple]:
+def _prepare(queries, points, features, k, sigma, index, batch, impl) -> tuple[shared.Search, tuple]:
     checks.count(NAME, "k", k, 1)
-    form = shared.form(NAME, queries, points, features, k=k, index=index, batch=batch, impl=impl, aggregates=True)
-    return form, (*form.operands(), *shared.widths(NAME, sigma, form), k)
+    search = shared.prepare(NAME, queries, points, features, k=k, index=index, batch=batch, impl=impl, aggregates=True)
+    return search, (*search.operands(), *shared.widths(NAME, sigma, search), k)
 
 
 def arguments(queries, points, features, k=3, sigma=0.1, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    return _form(queries, points, features, k, sigma, index, batch, impl)[1]
+    return _prepare(queries, points, features, k, sigma, index, batch, impl)[1]
 
 
 def knn_aggregate(
@@ -100,5 +100,5 @@ def knn_aggregate(
         >>> sonde.knn_aggregate(torch.tensor([[0.5, 0.0]]), points, features, k=2)
         tensor([[2.]])
     """
-    form, args = _form(queries, points, features, k, sigma, index, batch, impl)
-    return form.rows(form.call(_knn_aggregate, *args)[0])
+    search, args = _prepare(queries, points, features, k, sigma, index, batch, impl)
+    return search.rows(search.call(_knn_aggregate, *args)[0])

@@ -43,15 +43,15 @@ _radius_aggregate = operator(
 )
 
 
-def _form(queries, points, features, radius, sigma, index, batch, impl) -> tuple[shared.Form, tuple]:
+def _prepare(queries, points, features, radius, sigma, index, batch, impl) -> tuple[shared.Search, tuple]:
     radius = positive(NAME, "radius", radius)
-    form = shared.form(NAME, queries, points, features, index=index, batch=batch, impl=impl, aggregates=True)
-    return form, (*form.operands(), *shared.widths(NAME, sigma, form), radius)
+    search = shared.prepare(NAME, queries, points, features, index=index, batch=batch, impl=impl, aggregates=True)
+    return search, (*search.operands(), *shared.widths(NAME, sigma, search), radius)
 
 
 def arguments(queries, points, features, radius, sigma=0.1, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    return _form(queries, points, features, radius, sigma, index, batch, impl)[1]
+    return _prepare(queries, points, features, radius, sigma, index, batch, impl)[1]
 
 
 def radius_aggregate(
@@ -100,5 +100,5 @@ def radius_aggregate(
         tensor([[2.],
                 [0.]])
     """
-    form, args = _form(queries, points, features, radius, sigma, index, batch, impl)
-    return form.rows(form.call(_radius_aggregate, *args, keeps=True)[0])
+    search, args = _prepare(queries, points, features, radius, sigma, index, batch, impl)
+    return search.rows(search.call(_radius_aggregate, *args, keeps=True)[0])

@@ -54,15 +54,15 @@ _radius_neighbors = operator(
 )
 
 
-def _form(queries, points, radius, k, index, batch, impl) -> tuple[shared.Form, float]:
+def _prepare(queries, points, radius, k, index, batch, impl) -> tuple[shared.Search, float]:
     radius = positive(NAME, "radius", radius)
-    return shared.form(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl), radius
+    return shared.prepare(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl), radius
 
 
 def arguments(queries, points, radius, k, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    form, radius = _form(queries, points, radius, k, index, batch, impl)
-    return (*form.operands(), radius, k)
+    search, radius = _prepare(queries, points, radius, k, index, batch, impl)
+    return (*search.operands(), radius, k)
 
 
 def radius_neighbors(
@@ -101,5 +101,5 @@ def radius_neighbors(
         >>> sonde.radius_neighbors(torch.zeros(1, 1), points, 2.0, 2)
         NeighborsWithin(distances=tensor([[0., 1.]]), indices=tensor([[0, 1]]), truncated=tensor([1]))
     """
-    form, radius = _form(queries, points, radius, k, index, batch, impl)
-    return NeighborsWithin(*map(form.rows, form.call(_radius_neighbors, *form.operands(), radius, k)))
+    search, radius = _prepare(queries, points, radius, k, index, batch, impl)
+    return NeighborsWithin(*map(search.rows, search.call(_radius_neighbors, *search.operands(), radius, k)))

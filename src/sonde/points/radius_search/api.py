@@ -55,18 +55,18 @@ _radius_search = operator(
 )
 
 
-def _form(queries, points, radius, index, batch, impl) -> tuple[shared.Form, float]:
+def _prepare(queries, points, radius, index, batch, impl) -> tuple[shared.Search, float]:
     radius = positive(NAME, "radius", radius)
-    form = shared.form(NAME, queries, points, index=index, batch=batch, impl=impl, waits=True)
-    if not torch.compiler.is_compiling() and any(map(is_batched, (form.queries, form.points))):
+    search = shared.prepare(NAME, queries, points, index=index, batch=batch, impl=impl, waits=True)
+    if not torch.compiler.is_compiling() and any(map(is_batched, (search.queries, search.points))):
         raise ValueError(f"{NAME}: the size of the result depends on the data, so torch.vmap cannot map it; use radius_neighbors")
-    return form, radius
+    return search, radius
 
 
 def arguments(queries, points, radius, index=None, batch=None, impl="auto") -> tuple:
     """Of the schema, from those of the public function."""
-    form, radius = _form(queries, points, radius, index, batch, impl)
-    return (*form.operands(), radius)
+    search, radius = _prepare(queries, points, radius, index, batch, impl)
+    return (*search.operands(), radius)
 
 
 def radius_search(
@@ -105,8 +105,8 @@ def radius_search(
         >>> sonde.radius_search(torch.tensor([[0.0], [9.0]]), points, 1.0)
         Ball(offsets=tensor([0, 2, 3]), indices=tensor([0, 1, 3]), distances=tensor([0., 1., 0.]))
     """
-    form, radius = _form(queries, points, radius, index, batch, impl)
-    offsets, indices, distances = form.call(_radius_search, *form.operands(), radius)
-    if form.fresh is not None:  # in a graph
-        indices, distances = (shared.sound(x, form.fresh.all()) for x in (indices, distances))
+    search, radius = _prepare(queries, points, radius, index, batch, impl)
+    offsets, indices, distances = search.call(_radius_search, *search.operands(), radius)
+    if search.fresh is not None:  # in a graph
+        indices, distances = (shared.sound(x, search.fresh.all()) for x in (indices, distances))
     return Ball(offsets, indices, distances)
