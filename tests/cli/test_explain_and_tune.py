@@ -109,6 +109,15 @@ def test_explain_other_devices(capsys, device, impl):
     assert found["sizes"]["Q"] == 5
 
 
+@interpreted
+@pytest.mark.parametrize("name", OPERATORS)
+def test_explain_knows_every_operator(capsys, name):
+    code, out, _ = sonde(capsys, "explain", name, "--case", "odd_sizes", "--device", "cpu", "--impl", "triton", "--json")
+    found = json.loads(out)
+    assert (code, found["operator"], found["impl"]) == (0, name, "triton")
+    assert {k["phase"] for k in found["kernels"]} == ({"forward", "backward"} if OPERATORS[name].graded else {"forward"})
+
+
 def test_explain_launches_nothing_and_leaves_no_trace(capsys, monkeypatch):
     module = OPERATORS["sample_sum"].module(".cpu")
     monkeypatch.setattr(module, "forward", None)
