@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
+from ...jit.launch import Launch, cdiv
+from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from ...op.gpu import Launch, cdiv
-from ...op.gpu import accumulator as triton_dtype
 from .._device.long_sums import plus, settled
 
 

@@ -504,7 +504,7 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
 
 def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
     """Crowds that many programs have a part of, among samples here and there and some that see nothing."""
-    gathers, gpu = (pytest.importorskip(f"sonde.{name}") for name in ("grid.grid_sample.gpu_gather", "op.gpu"))
+    gathers, gpu = (pytest.importorskip(f"sonde.{name}") for name in ("grid.grid_sample.gpu_gather", "jit.launch"))
     launched = {}
     bind = gpu.bind
     monkeypatch.setattr(gpu, "bind", lambda kernel, tensors, how: launched.update({kernel: tensors}) or bind(kernel, tensors, how))

@@ -25,11 +25,12 @@ import sonde
 from helpers.operators import Target
 from sonde import jit
 from sonde.jit import PickAny, PickBest, PickFixed, PickStored, Unsupported, settings, store, winners
+from sonde.jit import launch as launching
 from sonde.jit import search as search_module
 from sonde.jit.kernel import _searched, dtypes_of
 from sonde.jit.store import open_store
 from sonde.jit.timing import Trial
-from sonde.op import cache, gpu
+from sonde.op import cache
 from sonde.operators import OPERATORS
 
 DEVICE = torch.device(Target("triton").device)
@@ -157,7 +158,7 @@ def plain(monkeypatch):
         factor, block = launch.constants
         return lambda x, out, told: (out.copy_(factor * x), told.fill_(block))
 
-    monkeypatch.setattr(gpu, "bind", bind)
+    monkeypatch.setattr(launching, "bind", bind)
 
 
 # --- what is known
@@ -235,7 +236,7 @@ def test_shipped_winners_that_are_damaged(shipped, text):
 @pytest.mark.parametrize("policy", [PickAny, PickBest])
 def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
     """As after a change of the compiler: said once, then what comes next in order runs, and is what the plan shows."""
-    kernel, problem, bind, asked = made(), Problem(20), gpu.bind, []
+    kernel, problem, bind, asked = made(), Problem(20), launching.bind, []
 
     def fail(function, tensors, launch):
         asked.append(launch.constants[1])
@@ -243,7 +244,7 @@ def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
             raise RuntimeError("PassManager::run failed")
         return bind(function, tensors, launch)
 
-    monkeypatch.setattr(gpu, "bind", fail)
+    monkeypatch.setattr(launching, "bind", fail)
     remember(kernel, problem, dict(block=64, num_warps=4))
     ship(shipped, kernel, problem, dict(block=32, num_warps=4))
     with settings.set(policy), pytest.warns(RuntimeWarning, match="test.scale: the stored or shipped .* cannot run here") as caught:
@@ -255,7 +256,7 @@ def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
     assert kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE).origin == "default"
     with settings.set(PickStored), pytest.raises(Unsupported):
         ran(kernel, problem)
-    monkeypatch.setattr(gpu, "bind", lambda *args: fail(None, None, jit.Launch((1, 1, 1), (), (0, 99))))
+    monkeypatch.setattr(launching, "bind", lambda *args: fail(None, None, jit.Launch((1, 1, 1), (), (0, 99))))
     with pytest.raises(RuntimeError, match="PassManager"):  # the default has nothing behind it
         ran(kernel, Problem(22))
 
@@ -593,7 +594,7 @@ def test_a_launch_is_what_tritons_would_be():
     for name, order in orders.items():
         for scratch in (0, 16):
             run = Launcher(order, scratch)
-            start = gpu.starter(run, (3, 2, 1), lambda: next(streams), ("f", "m", None), 2, (7, True))
+            start = launching.starter(run, (3, 2, 1), lambda: next(streams), ("f", "m", None), 2, (7, True))
             assert run.got == []
             for tensors in (("a", "b"), ("c", None)):
                 start(*tensors)

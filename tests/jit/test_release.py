@@ -41,7 +41,7 @@ with warnings.catch_warnings(record=True) as caught:
     from sonde.op.register import decide
     out = decide(gpu, args)(*args)
     decide(gpu, (out, *args), [True] * 3)(out, *args)
-from sonde.op.gpu import _compiled
+from sonde.jit.launch import _compiled
 print(json.dumps(dict(bound=len(_compiled), hits=found, warnings=[str(w.message) for w in caught if "sonde" in str(w.message)])))
 """
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grid._device.taps import corners, edges, fetch, locate
-from ..op.gpu import cdiv, launch
+from ..jit.launch import cdiv, launch
 
 
 def floor(images: Tensor, samples: Tensor, block_q: int = 4, num_warps: int = 4) -> Tensor:

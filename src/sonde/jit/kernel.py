@@ -108,7 +108,7 @@ class Tunable:
 
     def bind(self, problem: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
         """Choose, by a search if the policy says so, and compile; what comes back takes the tensors and starts the kernel."""
-        from ..op import gpu  # which imports Triton
+        from .launch import bind  # which imports Triton
 
         dtypes, device = dtypes_of(tensors), tensors[0].device  # type: ignore[union-attr]
         choice, policy = self.choose(problem, dtypes, device), winners.state()[0]
@@ -118,7 +118,7 @@ class Tunable:
                 choice = self._search(problem, tensors, dtypes, device, again)
         while True:
             try:
-                return gpu.bind(self.function, tensors, self.launch(problem, choice.config))
+                return bind(self.function, tensors, self.launch(problem, choice.config))
             except Exception as error:  # of the compiler, which is not the one that the winner was found with
                 if choice.origin not in ("tuned", "shipped") or type(policy) is PickStored:
                     raise
@@ -130,9 +130,9 @@ class Tunable:
 
     def run(self, problem: Any, config: Any, tensors: Sequence[Tensor | None]) -> None:
         """Run in this very configuration."""
-        from ..op import gpu
+        from .launch import bind
 
-        gpu.bind(self.function, tensors, self.launch(problem, config))(*tensors)
+        bind(self.function, tensors, self.launch(problem, config))(*tensors)
 
     def tunable(self, problem: Any) -> bool:
         """Whether there is anything to run, a choice of how, and a way to check it."""

@@ -389,8 +389,8 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from ..op.gpu import _compiled
     from ..operators import OPERATORS
+    from .launch import _compiled
     from .workers import CompileOnly
 
     class Builder(CompileOnly):

@@ -136,9 +136,9 @@ class Pass:
             return
 
         def start(tensors: tuple) -> Callable[..., None]:
-            from ..op import gpu  # which imports Triton
+            from .launch import bind  # which imports Triton
 
-            return gpu.bind(function, tensors, launch)
+            return bind(function, tensors, launch)
 
         self.steps.append(Step(function.__name__, tuple(takes), start, (), tuple(writes), promise))
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
+from ...jit.launch import Launch, cdiv
 from ...jit.steps import Pass
-from ...op.gpu import Launch, cdiv
 
 FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
 BLOCK = 4096

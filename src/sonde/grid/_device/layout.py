@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
+from ...jit.launch import Launch, cdiv
 from ...jit.steps import Pass
-from ...op.gpu import Launch, cdiv
 from .fixed_point import Config, value
 
 FEW = 1 << 17

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2
 from .._device.axes import over_channels
 from .._device.layout import as_images
 from .._device.long_sums import MANY, nothing, plus, settled

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...jit.launch import cdiv, launch, power_of_2, vector_of
 from ...op.cache import MAX_ENTRIES
-from ...op.gpu import cdiv, launch, power_of_2, vector_of
 from ...op.torch_private import is_fake
 
 

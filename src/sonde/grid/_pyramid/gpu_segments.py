@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...jit.launch import Launch, accumulator, cdiv
 from ...jit.steps import Pass
-from ...op.gpu import Launch, accumulator, cdiv
 from ...op.plan import Determinism
 from .._device.long_sums import nothing, plus, settled
 from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, first_samples, next_samples, pieces, put_sums

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import Launch, cdiv, power_of_2
+from ...jit.launch import Launch, cdiv, power_of_2
 
 
 class Rows(NamedTuple):

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...jit.launch import Launch, accumulator, cdiv
 from ...jit.steps import Pass
-from ...op.gpu import Launch, accumulator, cdiv
 from ...op.plan import Determinism
 from .._device.long_sums import plus, settled
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._device.long_sums import MANY as ADDITIONS
 from .._pyramid.gpu_levels import block_of
 

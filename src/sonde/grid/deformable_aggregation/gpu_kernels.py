@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...op.gpu import cdiv, power_of_2
+from ...jit.launch import cdiv, power_of_2
 from .._device.long_sums import MANY, nothing, plus, settled
 from .._device.taps import corners
 from .._pyramid.gpu_expected import gradients, host, portions

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._device.axes import MODES, PADDINGS, TAPS
 from .._device.fixed_point import FLOAT, digits
 

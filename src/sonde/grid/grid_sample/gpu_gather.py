@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from ...jit.steps import Pass
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
 from ...op.plan import Determinism
 from .._device.axes import along, coordinate, weight
 from .._device.long_sums import plus, settled

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2, vector_of
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._pyramid.gpu_levels import block_of
 
 FEW = 8192  # queries times heads that leave a device idle unless each is a program

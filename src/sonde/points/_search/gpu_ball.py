@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ... import jit
-from ...op.gpu import accumulator, cdiv
+from ...jit.launch import accumulator, cdiv
 from .gpu_walk import (
     Config,
     add_term,

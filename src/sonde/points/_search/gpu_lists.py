@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ... import jit
-from ...op.gpu import cdiv
+from ...jit.launch import cdiv
 from .gpu_walk import Config, is_near, lowest, meet, near_points, next_leaf, number, query_tile, start_walk
 from .index.gpu_kernels import LEAF
 

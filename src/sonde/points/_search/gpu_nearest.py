@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ... import jit
-from ...op.gpu import accumulator, cdiv, power_of_2
+from ...jit.launch import accumulator, cdiv, power_of_2
 from .gpu_walk import (
     NONE,
     Config,

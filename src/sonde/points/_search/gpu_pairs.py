@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
+from ...jit.launch import Launch, accumulator, cdiv, power_of_2
 from ...jit.steps import Pass
-from ...op.gpu import Launch, accumulator, cdiv, power_of_2
 from ...op.plan import Determinism
 from .gpu_walk import Config, add_term, block_of, rate_of, with_lost
 from .index.gpu_kernels import coordinates, sort_scratch

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op.gpu import power_of_2
+from ...jit.launch import power_of_2
 from .index.gpu_kernels import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
 
 NONE = tl.constexpr(0x7FFFFFFF)  # no point

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....jit.launch import Launch, cdiv
 from ....jit.steps import Pass
-from ....op.gpu import Launch, cdiv
 from .reference import START, STEP, bits_of
 
 BLOCK = 1024

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....jit.launch import Launch, cdiv
 from ....jit.steps import Pass
-from ....op.gpu import Launch, cdiv
 from .reference import nodes
 
 LEAF = tl.constexpr(32)  # points of a leaf, leaves of a box, boxes of a larger one: as many as an int32 has bits

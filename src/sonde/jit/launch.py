@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from ..jit import Launch, release
+from . import release
+from .kernel import Launch
 
 release.attach()
 
