@@ -29,6 +29,6 @@ _point_hash = operator(
 )
 
 
-def point_hash(points: Tensor) -> Tensor:
+def point_hash(points: Tensor, *, impl: str) -> Tensor:
     """``[B]`` of canonical points ``[B, N, D]``; the same number whoever computes it."""
-    return _point_hash(points.detach(), impl="auto")
+    return _point_hash(points.detach(), impl=impl)

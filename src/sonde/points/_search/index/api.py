@@ -94,12 +94,12 @@ def _planned() -> bool:
     return not torch.compiler.is_compiling() and plan.recording()
 
 
-def _hash_of(points: Tensor) -> Tensor:
+def _hash_of(points: Tensor, impl: str) -> Tensor:
     """Of the caller's points, ``[B]``."""
     seen = _seen(points)[0]
     if seen is None:
-        return point_hash(_rows(points))
-    return outside_of_transforms(lambda x: point_hash(_rows(x)), seen)  # no transform is to wrap what is only compared
+        return point_hash(_rows(points), impl=impl)
+    return outside_of_transforms(lambda x: point_hash(_rows(x), impl=impl), seen)  # no transform is to wrap what is only compared
 
 
 def _rows(points: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class PointIndex(NamedTuple):
         dtype = torch.promote_types(points.dtype, torch.float32)
         canonical = _rows(points).detach().to(dtype).contiguous()
         made, seen = build(canonical, segments, chosen), _seen(points)[0]
-        bits = points.new_zeros(canonical.shape[:1], dtype=torch.int64) if _planned() else _hash_of(points)
+        bits = points.new_zeros(canonical.shape[:1], dtype=torch.int64) if _planned() else _hash_of(points, chosen)
         memory = None if seen is None else Memory(seen)
         return PointIndex(*made, bits, segments, tuple(points.shape), points.dtype, memory, chosen)
 
@@ -193,7 +193,7 @@ class PointIndex(NamedTuple):
         """
         if _planned():
             return None
-        now = _hash_of(points)
+        now = _hash_of(points, self.impl)
         seen, then = _seen(points)[0], _seen(self.hash)[0]
         if seen is None or then is None or not (waits or seen.device.type == "cpu"):
             return now == self.hash
