@@ -7,6 +7,8 @@ smaller boxes, and so on down to points, which are met one at a time by all quer
 
 A box is as far away as its nearest point could be, by the operations that measure a point, in the same order, each rounded: so no
 box is farther than a point in it, to the last bit, and nothing is lost to rounding. Kernels are compiled without fused operations.
+
+Each kernel moves its pointers to its batch by itself: one that is None cannot be returned from a function in Triton 3.6.
 """
 
 from __future__ import annotations
