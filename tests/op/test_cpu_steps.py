@@ -10,7 +10,12 @@ import sonde
 from helpers import Operator, Target, allocations, cotangents, floats, leaves
 
 pytest.importorskip("numba")
-PASSES = ["grid.sample_sum", "grid.sample_dot"]
+PASSES = ["grid.sample_sum", "grid.sample_dot", "grid.ms_deform_attn", "grid.deformable_aggregation"]
+MANY = {
+    "grid.sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
+    "grid.sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
+    "grid.deformable_aggregation": dict(B=2, C=2, H=6, W=7, Q=20, D=3, heads=70, cams=2, L=10),
+}  # more than kernels add up in one go
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -40,12 +45,12 @@ def test_threads_may_change_between_passes(name):
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others))
 
 
-@pytest.mark.parametrize("name", ["grid.sample_sum", "grid.sample_dot"])
-def test_workspace_of_many_heads(name, monkeypatch):
-    """More heads than a kernel adds up are summed in float64, which a plan counts."""
+@pytest.mark.parametrize("name", MANY)
+def test_workspace_of_long_sums(name, monkeypatch):
+    """More heads, levels or groups than a kernel adds up are summed in float64, which a plan counts."""
     operator, target = Operator.find(name), Target("numba")
     torch.set_num_threads(1)
-    args = leaves(operator.make(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"))
+    args = leaves(operator.make(**MANY[name]))
     found = allocations(monkeypatch, operator, "numba")
     plan = sonde.explain(operator.call(target), *args)
     out = operator.call(target)(*args)

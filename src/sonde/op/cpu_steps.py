@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -52,7 +53,11 @@ class CpuPass(Pass):
             x = x.detach()
             return new().copy_(x if part is None else part(x))
 
-        return self._add(f"{name} copied", Slot(dtype, t.numel() * dtype.itemsize, make, name))
+        return self.derive(f"{name} copied", name, make, t.shape, dtype)
+
+    def derive(self, name: str, of: str, make: Callable[[Any], Any], shape: Sequence[int], dtype: torch.dtype) -> str:
+        """A buffer of this shape that `make` makes from another slot."""
+        return self._add(name, Slot(dtype, prod(shape) * dtype.itemsize, make, of))
 
     def run(
         self, kernel: Callable, items: int, args: Sequence[Any], *, grain: int = 1, slices_per_thread: int = 4,

@@ -30,9 +30,7 @@ OPERANDS = ("samples", "depths", "coef", "rows")  # as kernels take them, and th
 PER_HEAD = ("coef", "rows")  # the other derivatives are sums over heads
 
 
-def derivatives(
-    wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int = 0, *, dtype: torch.dtype | None = None
-) -> CpuPass:
+def derivatives(wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int = 0, *, dtype: torch.dtype | None = None) -> Pass:
     """The pass from these operands to the derivatives of T by those that `wants` names, each with the name it has in a plan.
 
     A derivative is rounded as that operand is, or to `dtype` if that is not given. Operands may be meta tensors.
