@@ -489,7 +489,7 @@ def test_messages(case, monkeypatch):
     """Each message names the argument, what was expected and what came; nothing is launched."""
     wrong, kind, words = BAD[case]
     args = dict(zip(OPERATOR.arguments, make(Target("reference"), torch.float32))) | wrong
-    monkeypatch.setattr(OPERATOR.kernels("numba"), "forward", None)
+    monkeypatch.setattr(OPERATOR.kernels("numba"), "forward_pass", None)
     with pytest.raises(kind) as caught:
         sonde.deformable_aggregation(**args)
     for word in ("deformable_aggregation: ", *words):

@@ -433,7 +433,7 @@ def test_messages(case, monkeypatch):
     """Each message names the argument, what was expected and what came; nothing is launched."""
     wrong, kind, words = BAD[case]
     args = dict(zip(OPERATOR.arguments, make(Target("reference"), torch.float32))) | wrong
-    monkeypatch.setattr(OPERATOR.kernels("numba"), "forward", None)
+    monkeypatch.setattr(OPERATOR.kernels("numba"), "forward_pass", None)
     with pytest.raises(kind) as caught:
         sonde.ms_deform_attn(**args)
     for word in ("ms_deform_attn: ", *words):

@@ -1,4 +1,4 @@
-"""A pass: what an operator's forward or backward does on a GPU, recorded once as steps over named slots and read twice.
+"""A pass: what an operator's forward or backward does, recorded once as steps over named slots and read twice.
 
 :meth:`Pass.bind` returns the function that runs the steps, :meth:`Pass.plan` the kernels that ``explain`` lists. Both read the
 same record, so names, order, bytes and promises are never written down a second time.
@@ -87,9 +87,12 @@ class Pass:
     def buffer(self, name: str, like: Tensor | Sequence[int], dtype: torch.dtype, fill: int | None = None) -> str:
         """A tensor of this shape (and these strides, if `like` is a tensor), uninitialised or filled; returns its slot."""
         like = like if isinstance(like, Tensor) else outline(like)
-        new = allocator(like, dtype, self.device)
+        new = self._allocator(like, dtype)
         make = new if fill is None else (lambda: new().fill_(fill)) if fill else (lambda: new().zero_())
         return self._add(name, Slot(dtype, extent(like) * dtype.itemsize, make))
+
+    def _allocator(self, like: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        return allocator(like, dtype, self.device)
 
     def outside(self, name: str, dtype: torch.dtype, find: Callable[[], Tensor]) -> str:
         """A tensor that lives outside of the pass, which each run finds anew."""

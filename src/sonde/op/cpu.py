@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -115,6 +115,18 @@ def array(x: Tensor) -> np.ndarray:
     if x.is_contiguous():
         return np.ndarray(x.shape, NUMPY[x.dtype], memory)
     return np.ndarray(x.shape, NUMPY[x.dtype], memory, strides=[step * x.itemsize for step in x.stride()])
+
+
+def viewer(shape: Sequence[int], dtype: torch.dtype) -> Callable[[Tensor], np.ndarray]:
+    """:func:`array` of contiguous tensors that have as many elements of this dtype as `shape` has."""
+    shape, kind = tuple(shape), NUMPY[dtype]
+
+    def view(x: Tensor) -> np.ndarray:
+        memory = _Memory.from_address(x.data_ptr())
+        memory.owner = x
+        return np.ndarray(shape, kind, memory)
+
+    return view
 
 
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

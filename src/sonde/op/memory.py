@@ -14,13 +14,14 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .torch_private import CAN_COUNT_OWNERS, storage_owners
+from .torch_private import CAN_COUNT_OWNERS, empty_strided, storage_owners
 
 ROOM = 1 << 27
 SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
@@ -31,7 +32,7 @@ class Kept:
     """A storage that may be used again, once it has no more owners, in C++ and in Python, than before its first result."""
 
     def __init__(self, size: int) -> None:
-        self.storage, self.size = _fresh((size,), torch.uint8).untyped_storage(), size
+        self.storage, self.size = _on_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu")).untyped_storage(), size
         self.alone = self._owners()
 
     def _owners(self) -> tuple[int, int]:
@@ -48,17 +49,32 @@ class Kept:
 _kept: deque[Kept] = deque(maxlen=16)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    size = prod(shape) * dtype.itemsize
+def allocator(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """What allocates uninitialised tensors of this shape and these strides, which leave no gaps."""
+    shape, strides, size = tuple(shape), tuple(strides), prod(shape) * dtype.itemsize
     if not CAN_COUNT_OWNERS or not SMALLEST <= size <= ROOM:
-        return _fresh(shape, dtype, memory_format)
-    kept = _unowned(size) or Kept(size)
-    strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    found = torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, tuple(shape), strides)  # type: ignore[call-overload]
-    _kept.append(kept)
-    while sum(one.size for one in _kept.copy()) > ROOM:
-        _oldest()
-    return found
+        make = empty_strided("cpu") or _empty_strided
+        fresh = partial(make, shape, strides, dtype)
+        return fresh if size < 2 * LARGE_PAGE else lambda: _on_large_pages(fresh())
+
+    def again() -> Tensor:
+        kept = _unowned(size) or Kept(size)
+        found = torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, shape, strides)  # type: ignore[call-overload]
+        _kept.append(kept)
+        while sum(one.size for one in _kept.copy()) > ROOM:
+            _oldest()
+        return found
+
+    return again
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    strides = torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
+    return allocator(shape, strides, dtype)()
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -102,9 +118,8 @@ def _oldest() -> Kept | None:
         return None
 
 
-def _fresh(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """On large pages, if there are any: small ones take four times as long to come, and ten to go."""
-    found = torch.empty(shape, dtype=dtype, memory_format=memory_format, device="cpu")
+def _on_large_pages(found: Tensor) -> Tensor:
+    """If there are any: small ones take four times as long to come, and ten to go."""
     if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:
         start = -(-found.data_ptr() // LARGE_PAGE) * LARGE_PAGE
         stop = (found.data_ptr() + found.nbytes) // LARGE_PAGE * LARGE_PAGE

@@ -9,125 +9,113 @@ both operators in both directions. They are in ``cpu_kernels``.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import NUMPY, array, run
+from ...jit.steps import Pass
+from ...op.cpu import NUMPY
+from ...op.cpu_steps import Array, CpuPass
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES
-from ...op.layout import memory_format
-from ...op.memory import dense, empty, is_dense, zeros
-from ...op.plan import Determinism, Kernel
+from ...op.layout import memory_format, outline
 from .._scatter.cpu_sums import BLOCK
 from .cpu_kernels import per_channel, per_query
 
 Opt = Tensor | None
+Shapes = Mapping[str, tuple[int, ...]]
+OPERANDS = ("samples", "depths", "coef", "rows")  # as kernels take them, and their derivatives
 PER_HEAD = ("coef", "rows")  # the other derivatives are sums over heads
 
 
-def derivatives(
-    of: Sequence[str], images: Tensor, samples: Tensor, depths: Opt = None, octaves: int = 0, *, coef: Opt = None, rows: Opt = None
-) -> list[Tensor]:
-    """∂T/∂x for each x in `of`: in the dtype of x, or in the accumulator's where x is not given."""
+def derivatives(wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int = 0, *, dtype: torch.dtype | None = None) -> Pass:
+    """The pass from these operands to the derivatives of T by those that `wants` names, each with the name it has in a plan.
+
+    A derivative is rounded as that operand is, or to `dtype` if that is not given. Operands may be meta tensors.
+    """
+    images, samples, depths, coef, rows = (given.get(name) for name in ("images", *OPERANDS))
+    assert images is not None
+    assert samples is not None
     wide = accumulator(images, samples, depths, coef, rows)
-    given = dict(images=images, samples=samples, depths=depths, coef=coef, rows=rows)
-    heads = _heads(coef, rows)
+    p, heads, shapes = CpuPass(wide, given), _heads(coef, rows), _shapes(images, samples, octaves, coef, rows)
     if heads <= BLOCK:
-        found = _derivatives(of, wide, images, samples, depths, octaves, coef, rows)
-    else:  # kernels add up the heads of a block one by one, and blocks are added up here
-        found = {}
-        for first in range(0, heads, BLOCK):
-            some = [None if x is None else x[:, first : first + BLOCK] for x in (coef, rows)]
-            for x, grad in _derivatives(of, wide, images, samples, depths, octaves, *some).items():
-                shape = (grad.shape[0], heads, *grad.shape[2:])
-                if x in PER_HEAD:
-                    found.setdefault(x, empty(shape, wide))[:, first : first + BLOCK] = grad
-                else:
-                    found[x] = found[x].add_(grad) if x in found else grad.double()
-    dtypes = {x: wide if value is None else value.dtype for x, value in given.items()}
-    return [found[x].to(dtypes[x]) for x in of]
+        found = _add_block(p, wants, list(wants), shapes, octaves)
+    else:
+        found = _add_blocks(p, wants, heads, shapes, octaves)
+    for want in wants:
+        operand = given.get(want)
+        kind = dtype if operand is None else operand.dtype
+        assert kind is not None
+        found[want] = p.rounded(found[want], shapes[want], kind)
+    return p.returns(*(found[want] for want in wants))
 
 
-def _derivatives(
-    of: Sequence[str], wide: torch.dtype, images: Tensor, samples: Tensor, depths: Opt, octaves: int, coef: Opt, rows: Opt
-) -> dict[str, Tensor]:
-    B, C, H, W = images.shape
-    shapes = _shapes(images, samples, octaves, coef, rows)
-    values = dict(samples=samples, depths=depths if octaves else None, coef=coef, rows=rows)
-    none = {x: np.empty((0,) * len(shape), NUMPY[wide]) for x, shape in shapes.items()}
-    given = [none[x] if value is None else array(dense(value, wide)) for x, value in values.items()]
-    powers = 2.0 ** np.arange(octaves, dtype=NUMPY[wide])
-    found: dict[str, Tensor] = {}
-    if "images" in of:
-        layout = memory_format(images, True)
-        found["images"] = grad = empty(images.shape, wide, layout)
-        strides = (1, C) if layout == torch.channels_last else (H * W, 1)
-        flat = grad.permute(0, 2, 3, 1) if layout == torch.channels_last else grad
-        blocks, width = _blocks(B, C)
-        run(per_channel, B * blocks, width, H, W, C, *given, powers, array(flat.reshape(-1)), *strides, slices_per_thread=1)
-    if asked := [x for x in of if x != "images"]:
-        # rows are written whole, the others only where a sample sees the image
-        grads = {x: (empty if x == "rows" else zeros)(shapes[x], wide) for x in asked}
-        kept = [x for x in asked if x != "depths" or octaves]
-        wanted = [array(grads[x]) if x in kept else none[x] for x in shapes]
-        pixels = array(dense(images.permute(0, 2, 3, 1), wide).reshape(B * H * W, C))
-        enough = max(1, 2**15 // max(1, C * samples.shape[2]))  # queries that are worth a thread
-        run(per_query, B * samples.shape[1], H, W, pixels, *given, powers, *wanted, grain=enough)
-        found |= grads
+def _add_blocks(p: CpuPass, wants: Mapping[str, str], heads: int, shapes: Shapes, octaves: int) -> dict[str, str]:
+    """Kernels add up the heads of a block one by one, and blocks are added up here."""
+    found = {x: p.buffer(f"d_{x}", shapes[x], p.accumulator) for x in wants if x in PER_HEAD}
+    for first in range(0, heads, BLOCK):
+        last = min(first + BLOCK, heads)
+        some = {x: (n[0], last - first, *n[2:]) if x in PER_HEAD else n for x, n in shapes.items()}
+        of_block = _add_block(p, wants, list(wants) if last == heads else [], some, octaves, slice(first, last))
+        for x, grad in of_block.items():
+            if x in PER_HEAD:
+                p.call("torch.copy_", lambda whole, part, a=first, b=last: whole[:, a:b].copy_(part), [found[x], grad])
+            elif first:
+                p.call("torch.add_", lambda whole, part: whole.add_(part), [found[x], grad])
+            else:
+                (found[x],) = p.call("torch.to", Tensor.double, [grad], [(f"d_{x} of all heads", shapes[x], torch.float64)])
     return found
 
 
-def kernels(
-    of: Mapping[str, tuple[str, torch.dtype]],
-    phase: Literal["forward", "backward"],
-    images: Tensor,
-    samples: Tensor,
-    depths: Opt = None,
-    octaves: int = 0,
-    *,
-    coef: Opt = None,
-    rows: Opt = None,
-) -> list[Kernel]:
-    """What `derivatives` launches and allocates; `of` gives each derivative the operator's name for it and its final dtype."""
-    wide = accumulator(images, samples, depths, coef, rows)
+def _add_block(
+    p: CpuPass, wants: Mapping[str, str], done: Sequence[str], shapes: Shapes, octaves: int, heads: slice | None = None
+) -> dict[str, str]:
+    """The derivatives of a block of heads, or of all; of which those are `done` then."""
+    images, wide, found = p.given["images"], p.accumulator, {}
+    assert images is not None
     B, C, H, W = images.shape
-    sizes = {x: math.prod(shape) for x, shape in _shapes(images, samples, octaves, coef, rows).items()} | {"images": images.numel()}
-    operands = [samples, depths if octaves else None, coef, rows]
-    copies = sum(x.numel() for x in operands if x is not None and not is_dense(x, wide))
-
-    def kernel(function: Callable, xs: list[str], elements: int) -> Kernel:
-        elements += copies + sum(sizes[x] for x in xs if of[x][1] != wide)
-        writes = tuple(of[x][0] for x in xs)
-        return Kernel(function.__name__, writes, wide, Determinism.BATCH_INVARIANT, elements * wide.itemsize, phase)
-
-    found = []
-    if "images" in of:
-        blocks, width = _blocks(B, C)
-        found.append(kernel(per_channel, ["images"], min(torch.get_num_threads(), B * blocks) * H * W * (width + LANES)))
-    if asked := [x for x in of if x != "images"]:
-        copied = 0 if is_dense(images.permute(0, 2, 3, 1), wide) else images.numel()
-        before = images.numel() if "images" in of and of["images"][1] != wide else 0  # their gradient is rounded at the end
-        found.append(kernel(per_query, asked, copied + before))
+    none = {x: np.empty((0,) * len(shapes[x]), NUMPY[wide]) for x in OPERANDS}
+    read = [x for x in OPERANDS if p.given.get(x) is not None and (x != "depths" or octaves)]
+    slots = {x: p.dense(x, wide, (lambda t: t[:, heads]) if heads and x in PER_HEAD else None) for x in read}
+    operands = [Array(slots[x], shapes[x]) if x in slots else none[x] for x in OPERANDS]
+    powers = 2.0 ** np.arange(octaves, dtype=NUMPY[wide])
+    if "images" in wants:
+        layout = memory_format(images, True)
+        found["images"] = p.buffer("d_images", outline(images.shape, memory_format=layout), wide)
+        strides = (1, C) if layout == torch.channels_last else (H * W, 1)
+        blocks, width = _blocks(B, C, p.threads)
+        args = width, H, W, C, *operands, powers, Array(found["images"], (B * C * H * W,)), *strides
+        own = H * W * (width + LANES) * wide.itemsize  # the image that each thread adds to
+        writes = [wants["images"]] if "images" in done else []
+        p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=own)
+    if asked := [x for x in wants if x != "images"]:
+        Q, D = shapes["samples"][1:3]
+        for x in asked:  # rows are written whole, the others only where a sample sees the image
+            found[x] = p.buffer(f"d_{x}", shapes[x], wide, fill=None if x == "rows" else 0)
+        results = [Array(found[x], shapes[x]) if x in asked and (x != "depths" or octaves) else none[x] for x in OPERANDS]
+        pixels = Array(p.dense("images", wide, lambda t: t.permute(0, 2, 3, 1)), (B * H * W, C))
+        enough = max(1, 2**15 // max(1, C * D))  # queries that are worth a thread
+        writes = [wants[x] for x in asked if x in done]
+        p.run(per_query, B * Q, [H, W, pixels, *operands, powers, *results], grain=enough, writes=writes)
     return found
 
 
 def _shapes(images: Tensor, samples: Tensor, octaves: int, coef: Opt, rows: Opt) -> dict[str, tuple[int, ...]]:
     B, C, Q, D = *images.shape[:2], *samples.shape[1:3]
     h = _heads(coef, rows)
-    return dict(samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves))
+    return dict(
+        images=tuple(images.shape), samples=(B, Q, D, 2), depths=(B, Q, D), coef=(B, h, Q, D), rows=(B, h, Q, C - 2 * octaves)
+    )  # fmt: skip
 
 
 def _heads(coef: Opt, rows: Opt) -> int:
     return next(x.shape[1] for x in (coef, rows) if x is not None)
 
 
-def _blocks(B: int, C: int) -> tuple[int, int]:
+def _blocks(B: int, C: int, threads: int) -> tuple[int, int]:
     """Into how many blocks channels are cut to occupy all threads, and how wide they are; no bit depends on it."""
-    blocks = min(-(-torch.get_num_threads() // max(1, B)), -(-C // LANES))
+    blocks = min(-(-threads // max(1, B)), -(-C // LANES))
     width = -(-C // (max(1, blocks) * LANES)) * LANES
     return -(-C // max(1, width)), width

@@ -9,22 +9,27 @@ The kernels are in ``cpu_kernels``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import NUMPY, array, run
+from ...jit.steps import Pass
+from ...op.cache import CallCache
+from ...op.cpu import NUMPY
+from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES
-from ...op.memory import dense, empty, is_dense, zeros
-from ...op.plan import Determinism, Kernel
+from ...op.layout import outline_of
+from ...op.plan import Kernel
+from ...op.torch_private import is_fake
 from .._scatter.cpu_sums import BLOCK, LENGTH
 from .cpu_kernels import per_channel, per_unit
+from .levels import numbers
 
 LEVELS = 8  # of sixteen places, that kernels add up in one go
 
@@ -57,43 +62,92 @@ class Problem(NamedTuple):
         return self.heads * self.G * self.D
 
 
-def forward(p: Problem, levels: Sequence[int], features: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    """``[units, G·D]``"""
-    wide = accumulator(features, locations, weights)
-    at, by = dense(locations, wide), dense(weights, wide)
-    sums = []
-    for low, high in _cuts(p.L, LEVELS):
-        some, few, chosen = _of_levels(p, levels, by, low, high)
-        sums.append(empty((p.units, p.G * p.D), wide))
-        _per_unit(some, few, features, at, chosen, out=sums[-1])
-    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float64)).to(features.dtype)
+class Member(NamedTuple):
+    """What is an operator's own among those on pyramids."""
+
+    names: tuple[str, str, str]  # of features, locations and weights, in a plan
+    problem: Callable[[Tensor, Tensor, bool], Problem]  # from features, weights and the option
 
 
-def backward(
-    p: Problem, levels: Sequence[int], grad: Tensor, features: Tensor, locations: Tensor, weights: Tensor, needs: Sequence[bool]
-) -> list[Tensor]:
-    wide = accumulator(features, locations, weights)
-    at, by, grad = (dense(x, wide) for x in (locations, weights, grad))
-    parts = _parts(p)
-    if len(parts) == 1:
-        found = _backward(p, levels, grad, features, at, by, needs)
-    else:
-        found = _backward_by_parts(p, parts, levels, grad, features, at, by, needs)
-    return [g.view(x.shape).to(x.dtype) for g, x in zip(found, (features, locations, weights)) if g is not None]
+def forward_pass(op: Member, *args: Any) -> ByThreads | ReadLevels:
+    """The pass from features, shapes and starts of the levels, locations, weights, levels as numbers, and an option."""
+    record = partial(_forward, op)
+    return record(*args) if args[1] is None else ReadLevels(record, args, 1)
 
 
+def backward_pass(op: Member, *args: Any, needs: Sequence[bool]) -> ByThreads | ReadLevels:
+    """The pass from the result's gradient and the same to the gradients that are needed."""
+    record = partial(_backward, op, needs=needs)
+    return record(*args) if args[2] is None else ReadLevels(record, args, 2)
+
+
+class ReadLevels:
+    """A pass over levels that tensors describe, as traced graphs have them: they are read by each call.
+
+    `record` makes the pass of arguments whose levels are numbers, the last but one of them; `at` is where the tensors are.
+    """
+
+    def __init__(self, record: Callable[..., ByThreads], args: Sequence[Any], at: int) -> None:
+        self.record, self.args, self.at = record, args, at
+
+    def bind(self) -> Callable[..., Any]:
+        known: CallCache[Callable] = CallCache()
+        record, at, args = self.record, self.at, [outline_of(x) if isinstance(x, Tensor) else x for x in self.args]
+
+        def run(*given: Any) -> Any:
+            levels = tuple(numbers((given[at], given[at + 1], ())))
+            found = known.get(levels) or known.put(levels, record(*args[:-2], levels, args[-1]).bind())
+            return found(*given)
+
+        return run
+
+    def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
+        shapes, starts = self.args[self.at : self.at + 2]
+        unknown = shapes.is_meta or is_fake(shapes)
+        levels = (0, 0, 0) * starts.numel() if unknown else tuple(numbers((shapes, starts, ())))
+        return self.record(*self.args[:-2], levels, self.args[-1]).plan(phase)
+
+
+@by_threads
+def _forward(
+    op: Member, features: Tensor, shapes: Tensor | None, starts: Tensor | None, locations: Tensor, weights: Tensor,
+    levels: tuple[int, ...], option: bool,
+) -> Pass:  # fmt: skip
+    wide, problem = accumulator(features, locations, weights), op.problem(features, weights, option)
+    p = CpuPass(wide, dict(features=features, shapes=shapes, starts=starts, locations=locations, weights=weights))
+    places, cuts, shape = p.dense("locations", wide), _cuts(problem.L, LEVELS), (problem.B, problem.Q, problem.channels)
+    sums = [p.buffer("out", shape, wide) for _ in cuts]
+    for (low, high), out in zip(cuts, sums):
+        some, few = _of_levels(problem, levels, low, high)
+        views = _Views(p, some, few, (low, high, 0, problem.G, 0, problem.D), problem, places)
+        views.per_unit(results=out, writes=["out"] if high == problem.L else [])
+    if len(sums) > 1:
+        elements = len(sums) * problem.units * problem.G * problem.D
+        stacked = elements * (wide.itemsize + (0 if wide == torch.float64 else 8))  # torch converts them before it adds
+        sums = list(p.call("torch.sum", _sum, sums, [("out", shape, torch.float64)], scratch=stacked))
+    return p.returns(p.rounded(sums[0], shape, features.dtype)).returning_one()
+
+
+def _sum(*sums: Tensor) -> Tensor:
+    return torch.stack(sums).sum(0, dtype=torch.float64)
+
+
+@by_threads
 def _backward(
-    p: Problem, levels: Sequence[int], grad: Tensor, features: Tensor, at: Tensor, by: Tensor, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    rest = [zeros(x.shape, at.dtype) if need else None for x, need in zip((at, by), needs[1:])]
-    cut = _pieces(p, torch.get_num_threads())  # once: someone may change the number of threads meanwhile
-    at_once, of_features = _at_once(cut, needs), None
-    if needs[0]:
-        others = (features, *rest) if at_once else (None, None, None)
-        of_features = _per_channel(p, cut, levels, at, by, grad, *others)
-    if any(needs[1:]) and not at_once:
-        _per_unit(p, levels, features, at, by, grad, None, *rest)
-    return [of_features, *rest]
+    op: Member, grad: Tensor, features: Tensor, shapes: Tensor | None, starts: Tensor | None, locations: Tensor, weights: Tensor,
+    levels: tuple[int, ...], option: bool, *, needs: Sequence[bool],
+) -> Pass:  # fmt: skip
+    wide, problem = accumulator(features, locations, weights), op.problem(features, weights, option)
+    given = dict(grad=grad, features=features, shapes=shapes, starts=starts, locations=locations, weights=weights)
+    p, parts, operands = CpuPass(wide, given), _parts(problem), (features, locations, weights)
+    places = p.dense("locations", wide)
+    if len(parts) == 1:
+        views = _Views(p, problem, levels, parts[0], problem, places)
+        found = views.gradients([x.shape for x in operands], needs, op.names)
+    else:
+        found = _add_parts(p, problem, parts, levels, places, operands, needs, op.names)
+    rounded = [p.rounded(slot, x.shape, x.dtype) for slot, x in zip(found, operands) if slot is not None]
+    return p.returns(*rounded)
 
 
 Part = tuple[int, int, int, int, int, int]  # levels, groups and channels of a group, from and to
@@ -108,90 +162,130 @@ def _cuts(n: int, most: int) -> list[tuple[int, int]]:
     return [(i, min(i + most, n)) for i in range(0, max(1, n), most)]
 
 
-def _of_levels(p: Problem, levels: Sequence[int], by: Tensor, low: int, high: int) -> tuple[Problem, Sequence[int], Tensor]:
-    """The problem with some of the levels, what they are, and their weights."""
+def _of_levels(p: Problem, levels: tuple[int, ...], low: int, high: int) -> tuple[Problem, tuple[int, ...]]:
+    """The problem with some of the levels, and what they are."""
     if high - low == p.L:
-        return p, levels, by
+        return p, levels
     some = np.array(levels, np.int64).reshape(-1, p.L, 3)[:, low:high].flatten().tolist()
-    return p._replace(L=high - low), some, by.view(-1, p.L, p.G)[:, low:high].contiguous()
+    return p._replace(L=high - low), tuple(some)
 
 
-def _backward_by_parts(
-    p: Problem, parts: Sequence[Part], levels: Sequence[int], grad: Tensor, features: Tensor, at: Tensor, by: Tensor,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
+def _add_parts(
+    p: CpuPass, problem: Problem, parts: Sequence[Part], levels: tuple[int, ...], places: str, operands: Sequence[Tensor],
+    needs: Sequence[bool], names: Sequence[str],
+) -> list[str | None]:  # fmt: skip
     """Sums of parts in float64; the softmax's derivative is linear, so that it, too, is a sum of parts."""
-    shapes = (p.B * p.S, p.heads, p.G, p.D), at.shape, (p.units * p.M, p.L, p.G)
-    sums = [at.new_zeros(shape, dtype=torch.float64) if need else None for shape, need in zip(shapes, needs)]
-    rows, of_result = features.reshape(-1, p.heads, p.G, p.D), grad.view(p.units, p.G, p.D)
-    for l0, l1, g0, g1, d0, d1 in parts:
-        some, few, chosen = _of_levels(p, levels, by, l0, l1)
-        chosen = chosen.view(-1, l1 - l0, p.G)[..., g0:g1].contiguous()
+    sums = [p.buffer("sums", x.shape, torch.float64, fill=0) if need else None for x, need in zip(operands, needs)]
+    B, S, heads, G, D = problem.B, problem.S, problem.heads, problem.G, problem.D
+    for part in parts:
+        l0, l1, g0, g1, d0, d1 = part
+        some, few = _of_levels(problem, levels, l0, l1)
         some = some._replace(G=g1 - g0, D=d1 - d0)
-        given = of_result[:, g0:g1, d0:d1].contiguous(), rows[:, :, g0:g1, d0:d1].contiguous(), at, chosen
+        shapes = (B * S, heads, g1 - g0, d1 - d0), operands[1].shape, (problem.units * problem.M, l1 - l0, g1 - g0)
+        views = _Views(p, some, few, part, problem, places)
+        found = views.gradients(shapes, needs, names if part == parts[-1] else ())
+        whole = (B * S, heads, G, D), operands[1].shape, (problem.units * problem.M, problem.L, G)
         where = (slice(None), slice(None), slice(g0, g1), slice(d0, d1)), (...,), (slice(None), slice(l0, l1), slice(g0, g1))
-        for total, place, found in zip(sums, where, _backward(some, few, *given, needs)):
-            if total is not None and found is not None:
-                total[place] += found.view(total[place].shape)
-    return sums
+        for total, shape, place, slot in zip(sums, whole, where, found):
+            if total is not None and slot is not None:
+                p.call("torch.add_", partial(_add_to, shape, place), [total, slot])
+    return list(sums)
 
 
-def kernels(
-    p: Problem, names: Sequence[str], features: Tensor, locations: Tensor, weights: Tensor, needs: Sequence[bool]
-) -> list[Kernel]:
-    """What the two above launch and allocate; `names` are the operator's own for features, locations and weights."""
-    wide = accumulator(features, locations, weights)
-    operands = features, locations, weights
-    copies = [0 if is_dense(x, wide) else x.numel() for x in operands]
-    rounded = features.dtype != wide
-
-    def kernel(function, writes: Sequence[str], elements: int, phase: Literal["forward", "backward"]) -> Kernel:
-        return Kernel(function.__name__, tuple(writes), wide, Determinism.BATCH_INVARIANT, elements * wide.itemsize, phase)
-
-    results = p.units * p.G * p.D if rounded else 0
-    found = [kernel(per_unit, ["out"], sum(copies) + results, "forward")]
-    written = [i for i in range(3) if needs[i]]
-    first = written if _at_once(_pieces(p, torch.get_num_threads()), needs) else written[: needs[0]]
-    for function, those in (per_channel, first), (per_unit, written[len(first) :]):
-        if those:
-            copied = copies[1:] if those == [0] else copies  # the features' gradient alone does not read them
-            elements = sum(copied) + results + sum(operands[i].numel() for i in those if operands[i].dtype != wide)
-            found.append(kernel(function, [names[i] for i in those], elements, "backward"))
-    return found
+def _add_to(shape: Sequence[int], place: tuple, total: Tensor, found: Tensor) -> None:
+    there = total.view(shape)[place]
+    there += found.view(there.shape)
 
 
-def _per_unit(p, levels, features, at, by, grad=None, out=None, g_locations=None, g_weights=None) -> None:
-    table, sizes, spare = _table(p, tuple(levels), at.dtype)
-    rows = _rows(p, features, at.dtype, spare)
-    views = _views(p, at.dtype, rows=rows, places=at, weights=by, results=grad)
-    results = _views(p, at.dtype, results=out, places=g_locations, weights=g_weights)
-    enough = max(1, 2**15 // max(1, p.M * p.L * p.G * p.D))  # units that are worth a thread
-    run(per_unit, p.units, *p.numbers, spare, table, sizes, *views, *results, grain=enough)
+class _Views:
+    """Operands of a part of a problem as kernels see them, and the steps over them."""
 
+    def __init__(
+        self, p: CpuPass, problem: Problem, levels: tuple[int, ...], part: Part, whole: Problem, places: str
+    ) -> None:  # fmt: skip
+        self.p, self.problem, self.whole, self.part = p, problem, whole, part
+        self.table, self.sizes, self.spare = _table(problem, levels, p.accumulator)
+        l0, l1, g0, g1, d0, d1 = part
+        all_weights = (l1 - l0, g1 - g0) == (whole.L, whole.G)
+        self.all_channels = (g1 - g0, d1 - d0) == (whole.G, whole.D)
+        self.places, wide = places, p.accumulator
+        self.weights = p.dense("weights", wide, None if all_weights else lambda x: x[..., l0:l1, g0:g1])
+        self.grad = None
+        if "grad" in p.given:
+            split = whole.heads, whole.G, whole.D
+            some = None if self.all_channels else lambda x: x.unflatten(-1, split)[..., g0:g1, d0:d1]
+            self.grad = p.dense("grad", wide, some)
+        self.features: str | None = None
 
-def _per_channel(p, cut, levels, at, by, grad, features=None, g_locations=None, g_weights=None) -> Tensor:
-    table, sizes, spare = _table(p, tuple(levels), at.dtype)
-    found = zeros((p.B * p.S + (spare >= 0), p.channels), at.dtype)
-    rows = None if features is None else _rows(p, features, at.dtype, spare)
-    views = _views(p, at.dtype, places=at, weights=by, results=grad)
-    results = _views(p, at.dtype, rows=rows, places=g_locations, weights=g_weights)
-    many, pieces, width = cut
-    tasks = p.B * -(-p.heads // many) * pieces
-    enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
-    given = (*p.numbers, spare, many, width, table, sizes, *views, *results, array(found.view(1, -1)))
-    run(per_channel, tasks, *given, grain=enough, slices_per_thread=tasks)
-    return found[: p.B * p.S]
+    def rows(self) -> str:
+        """The slot of the features, with a row of zeros at the end for corners outside, where levels may have some there."""
+        p, problem, whole, (_, _, g0, g1, d0, d1) = self.p, self.problem, self.whole, self.part
+        shape = whole.B, whole.S, whole.heads, whole.G, whole.D
+        if self.features is not None:
+            return self.features
+        if self.spare < 0:
+            some = None if self.all_channels else lambda x: x.view(shape)[..., g0:g1, d0:d1]
+            self.features = p.dense("features", p.accumulator, some)
+            return self.features
+        n = problem.B * problem.S
 
+        def padded(x: Tensor) -> Tensor:
+            rows = x.new_empty(n + 1, problem.channels, dtype=p.accumulator)
+            rows[:n].view(*shape[:3], g1 - g0, d1 - d0).copy_(x.detach().view(shape)[..., g0:g1, d0:d1])
+            rows[n:] = 0
+            return rows
 
-def _views(p: Problem, dtype: torch.dtype, **given: Tensor | None) -> list[np.ndarray]:
-    """Tensors as kernels see them, by what they are; empty in place of what is not there."""
-    shapes = dict(rows=(1, -1), places=(p.units, p.M * 2), weights=(p.units * p.M * p.L, p.G), results=(p.units, p.G * p.D))
-    return [_nothing(dtype) if x is None else array(x).reshape(shapes[kind]) for kind, x in given.items()]
+        self.features = p.derive("features padded", "features", padded, (n + 1, problem.channels), p.accumulator)
+        return self.features
 
+    def see(self, **slots: str | None) -> list[Any]:
+        """Slots as kernels see them, by what they are; an empty array in place of what is not there."""
+        p = self.problem
+        shapes = dict(
+            rows=(1, (p.B * p.S + (self.spare >= 0)) * p.channels), places=(p.units, p.M * 2),
+            weights=(p.units * p.M * p.L, p.G), results=(p.units, p.G * p.D),
+        )  # fmt: skip
+        return [_nothing(self.p.accumulator) if x is None else Array(x, shapes[kind]) for kind, x in slots.items()]
 
-def _rows(p: Problem, features: Tensor, wide: torch.dtype, spare: int) -> Tensor:
-    rows = dense(features, wide).view(p.B * p.S, p.channels)
-    return rows if spare < 0 else torch.cat([rows, rows.new_zeros(1, p.channels)])
+    def per_unit(
+        self, *, results: str | None = None, d_places: str | None = None, d_weights: str | None = None, writes: Sequence[str]
+    ) -> None:  # fmt: skip
+        p = self.problem
+        given = self.see(rows=self.rows(), places=self.places, weights=self.weights, results=self.grad)
+        found = self.see(results=results, places=d_places, weights=d_weights)
+        enough = max(1, 2**15 // max(1, p.M * p.L * p.G * p.D))  # units that are worth a thread
+        args = *p.numbers, self.spare, self.table, self.sizes, *given, *found
+        self.p.run(per_unit, p.units, args, grain=enough, writes=writes)
+
+    def per_channel(
+        self, cut: tuple[int, int, int], reads: bool, *, d_rows: str, d_places: str | None, d_weights: str | None,
+        writes: Sequence[str],
+    ) -> None:  # fmt: skip
+        p, (many, pieces, width) = self.problem, cut
+        given = self.see(places=self.places, weights=self.weights, results=self.grad)
+        found = self.see(rows=self.rows() if reads else None, places=d_places, weights=d_weights)
+        tasks = p.B * -(-p.heads // many) * pieces
+        enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
+        args = *p.numbers, self.spare, many, width, self.table, self.sizes, *given, *found, *self.see(rows=d_rows)
+        self.p.run(per_channel, tasks, args, grain=enough, slices_per_thread=tasks, writes=writes)
+
+    def gradients(self, shapes: Sequence[Sequence[int]], needs: Sequence[bool], names: Sequence[str]) -> list[str | None]:
+        """Of features, locations and weights, where needed; `names` are what is written by this, in a plan."""
+        p, problem = self.p, self.problem
+        rest = [p.buffer("gradient", n, p.accumulator, fill=0) if need else None for n, need in zip(shapes[1:], needs[1:])]
+        written = [name for name, need in zip(names, needs) if need]
+        cut = _pieces(problem, p.threads)
+        at_once, of_features = _at_once(cut, needs), None
+        if needs[0]:
+            n = problem.B * problem.S
+            of_features = p.buffer("d_features", (n + (self.spare >= 0), problem.channels), p.accumulator, fill=0)
+            places, weights = rest if at_once else (None, None)
+            writes = written if at_once else written[:1]
+            self.per_channel(cut, at_once, d_rows=of_features, d_places=places, d_weights=weights, writes=writes)
+            of_features = p.view("d_features", of_features, lambda x: x[:n].view(tuple(shapes[0])))
+        if any(needs[1:]) and not at_once:
+            self.per_unit(d_places=rest[0], d_weights=rest[1], writes=written[needs[0] :])
+        return [of_features, *rest]
 
 
 @lru_cache(64)

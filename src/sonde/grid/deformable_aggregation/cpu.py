@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ...op.plan import Kernel
 from .._pyramid import cpu
-from .._pyramid import levels as pyramid
-
-Opt = Tensor | None
-NAMES = ("features", "locations", "weights")
 
 
 def _problem(features: Tensor, weights: Tensor, drop: bool) -> cpu.Problem:
@@ -19,40 +15,12 @@ def _problem(features: Tensor, weights: Tensor, drop: bool) -> cpu.Problem:
     return cpu.Problem(B, S, A, 1, G, C // max(1, G), P * cams, L, 1, drop, False)
 
 
-def forward(
-    features: Tensor, shapes: Opt, starts: Opt, locations: Tensor, weights: Tensor, levels: Sequence[int], drop: bool
-) -> Tensor:
-    p = _problem(features, weights, drop)
-    return cpu.forward(p, pyramid.numbers((shapes, starts, levels)), features, locations, weights).view(p.B, p.Q, p.channels)
+THIS = cpu.Member(("features", "locations", "weights"), _problem)
 
 
-def backward(
-    grad: Tensor,
-    features: Tensor,
-    shapes: Opt,
-    starts: Opt,
-    locations: Tensor,
-    weights: Tensor,
-    levels: Sequence[int],
-    drop: bool,
-    *,
-    needs: Sequence[bool],
-    deterministic: bool,
-):
-    p = _problem(features, weights, drop)
-    return cpu.backward(p, pyramid.numbers((shapes, starts, levels)), grad, features, locations, weights, needs)
+def forward_pass(*args: Any) -> cpu.ByThreads | cpu.ReadLevels:
+    return cpu.forward_pass(THIS, *args)
 
 
-def plan(
-    features: Tensor,
-    shapes: Opt,
-    starts: Opt,
-    locations: Tensor,
-    weights: Tensor,
-    levels: Sequence[int],
-    drop: bool,
-    *,
-    needs: Sequence[bool],
-    deterministic: bool,
-) -> list[Kernel]:
-    return cpu.kernels(_problem(features, weights, drop), NAMES, features, locations, weights, needs)
+def backward_pass(*args: Any, needs: Sequence[bool], deterministic: bool) -> cpu.ByThreads | cpu.ReadLevels:
+    return cpu.backward_pass(THIS, *args, needs=needs)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ...op.plan import Kernel
 from .._pyramid import cpu
-from .._pyramid import levels as pyramid
-
-Opt = Tensor | None
-NAMES = ("value", "locations", "weights")
 
 
 def _problem(value: Tensor, weights: Tensor, logits: bool) -> cpu.Problem:
@@ -19,40 +15,12 @@ def _problem(value: Tensor, weights: Tensor, logits: bool) -> cpu.Problem:
     return cpu.Problem(B, S, Q, h, 1, D, L * P, 1, P, False, logits)
 
 
-def forward(
-    value: Tensor, shapes: Opt, starts: Opt, locations: Tensor, weights: Tensor, levels: Sequence[int], logits: bool
-) -> Tensor:
-    p = _problem(value, weights, logits)
-    return cpu.forward(p, pyramid.numbers((shapes, starts, levels)), value, locations, weights).view(p.B, p.Q, p.channels)
+THIS = cpu.Member(("value", "locations", "weights"), _problem)
 
 
-def backward(
-    grad: Tensor,
-    value: Tensor,
-    shapes: Opt,
-    starts: Opt,
-    locations: Tensor,
-    weights: Tensor,
-    levels: Sequence[int],
-    logits: bool,
-    *,
-    needs: Sequence[bool],
-    deterministic: bool,
-):
-    p = _problem(value, weights, logits)
-    return cpu.backward(p, pyramid.numbers((shapes, starts, levels)), grad, value, locations, weights, needs)
+def forward_pass(*args: Any) -> cpu.ByThreads | cpu.ReadLevels:
+    return cpu.forward_pass(THIS, *args)
 
 
-def plan(
-    value: Tensor,
-    shapes: Opt,
-    starts: Opt,
-    locations: Tensor,
-    weights: Tensor,
-    levels: Sequence[int],
-    logits: bool,
-    *,
-    needs: Sequence[bool],
-    deterministic: bool,
-) -> list[Kernel]:
-    return cpu.kernels(_problem(value, weights, logits), NAMES, value, locations, weights, needs)
+def backward_pass(*args: Any, needs: Sequence[bool], deterministic: bool) -> cpu.ByThreads | cpu.ReadLevels:
+    return cpu.backward_pass(THIS, *args, needs=needs)
