@@ -7,21 +7,23 @@ import pytest
 import torch
 
 import sonde
-from helpers import Operator, Target, allocations, cotangents, floats, leaves
+from helpers.memory import allocations
+from helpers.operators import Target, cotangents, floats, leaves
+from sonde.operators import OPERATORS
 
 pytest.importorskip("numba")
-PASSES = ["grid.sample_sum", "grid.sample_dot", "grid.ms_deform_attn", "grid.deformable_aggregation", "grid.grid_sample"]
+PASSES = ["sample_sum", "sample_dot", "ms_deform_attn", "deformable_aggregation", "grid_sample"]
 MANY = {
-    "grid.sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
-    "grid.sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
-    "grid.deformable_aggregation": dict(B=2, C=2, H=6, W=7, Q=20, D=3, heads=70, cams=2, L=10),
+    "sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
+    "sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
+    "deformable_aggregation": dict(B=2, C=2, H=6, W=7, Q=20, D=3, heads=70, cams=2, L=10),
 }  # more than kernels add up in one go
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_prepared_passes_keep_no_argument(name):
     """An argument is free once its caller has let go of it, whatever was prepared."""
-    operator = Operator.find(name)
+    operator = OPERATORS[name]
     args = leaves(operator.make(B=1, C=8, H=5, W=7, Q=3, D=2, heads=2, layout="uniform"))
     out = operator.call("numba")(*args)
     torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
@@ -34,7 +36,7 @@ def test_prepared_passes_keep_no_argument(name):
 @pytest.mark.parametrize("name", PASSES)
 def test_threads_may_change_between_passes(name):
     """A call that was prepared with one number of threads runs with another, and so does its backward pass."""
-    operator = Operator.find(name)
+    operator = OPERATORS[name]
     args = leaves(operator.make(B=1, C=40, H=5, W=7, Q=30, D=9, heads=2, layout="uniform"))
     wanted, found = [args[i] for i in floats(args)], []
     for before, after in ((1, 1), (1, 3), (3, 1), (2, 3)):
@@ -48,7 +50,7 @@ def test_threads_may_change_between_passes(name):
 @pytest.mark.parametrize("name", MANY)
 def test_workspace_of_long_sums(name, monkeypatch):
     """More heads, levels or groups than a kernel adds up are summed in float64, which a plan counts."""
-    operator, target = Operator.find(name), Target("numba")
+    operator, target = OPERATORS[name], Target("numba")
     torch.set_num_threads(1)
     args = leaves(operator.make(**MANY[name]))
     found = allocations(monkeypatch, operator, "numba")
