@@ -5,45 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...op.cpu import array, jit, run
+from ...jit.steps import Pass
+from ...op.cpu import jit
+from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.memory import dense, empty
-from ...op.plan import Determinism, Kernel
 
 
-def forward(rows: Tensor, weights: Tensor) -> Tensor:
-    wide = accumulator(rows, weights)
-    out = empty((rows.shape[0], rows.shape[2]), wide)
-    run(weighted_total, rows.shape[0], *_arrays(wide, rows, weights), array(out))
-    return out.to(rows.dtype)
+@by_threads
+def forward_pass(rows: Tensor, weights: Tensor) -> Pass:
+    (B, Q, C), wide = rows.shape, accumulator(rows, weights)
+    p = CpuPass(wide, dict(rows=rows, weights=weights))
+    out = p.buffer("out", (B, C), wide)
+    operands = [Array(p.dense("rows", wide), (B, Q, C)), Array(p.dense("weights", wide), (B, Q))]
+    p.run(weighted_total, B, [*operands, Array(out, (B, C))], writes=["out"])
+    return p.returns(p.rounded(out, (B, C), rows.dtype)).returning_one()
 
 
-def backward(grad: Tensor, rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic: bool) -> list[Tensor]:
-    wide = accumulator(rows, weights)
-    d_rows, d_weights = empty(rows.shape, wide), empty(weights.shape, wide)
-    run(weighted_gradients, rows.shape[0], *_arrays(wide, grad, rows, weights), array(d_rows), array(d_weights))
-    found = (d_rows.to(rows.dtype), d_weights.to(weights.dtype))
-    return [gradient for gradient, need in zip(found, needs) if need]
-
-
-def plan(rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    """What the two above launch, and the bytes that they hold beyond arguments and results."""
-    wide, same = accumulator(rows, weights), Determinism.BATCH_INVARIANT
-    (B, Q, C), copies = rows.shape, sum(t.numel() for t in (rows, weights) if t.dtype != wide or not t.is_contiguous())
-    results = B * C if rows.dtype != wide else 0
-    found = [Kernel(weighted_total.__name__, ("out",), wide, same, (copies + results) * wide.itemsize)]
-    if any(needs):
-        writes = tuple(name for name, need in zip(("rows", "weights"), needs) if need)
-        held = copies + results + B * Q * (C + 1)
-        found.append(Kernel(weighted_gradients.__name__, writes, wide, same, held * wide.itemsize, "backward"))
-    return found
-
-
-def _arrays(wide: torch.dtype, *tensors: Tensor) -> list[np.ndarray]:
-    return [array(dense(t, wide)) for t in tensors]
+@by_threads
+def backward_pass(grad: Tensor, rows: Tensor, weights: Tensor, *, needs: Sequence[bool], deterministic: bool) -> Pass:
+    (B, Q, C), wide = rows.shape, accumulator(rows, weights)
+    p = CpuPass(wide, dict(grad=grad, rows=rows, weights=weights))
+    shapes = dict(grad=(B, C), rows=(B, Q, C), weights=(B, Q))
+    operands = [Array(p.dense(name, wide), shape) for name, shape in shapes.items()]
+    found = [p.buffer(f"d_{name}", shapes[name], wide) for name in ("rows", "weights")]
+    results = [Array(found[0], (B, Q, C)), Array(found[1], (B, Q))]
+    writes = [name for name, need in zip(("rows", "weights"), needs) if need]
+    p.run(weighted_gradients, B, [*operands, *results], writes=writes)
+    rounded = [p.rounded(slot, t.shape, t.dtype) for slot, t, need in zip(found, (rows, weights), needs) if need]
+    return p.returns(*rounded)
 
 
 @jit
