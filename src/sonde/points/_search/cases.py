@@ -27,7 +27,7 @@ SMALL = {
     "no_points": dict(_SOME, N=0),
 }
 WEIGHED = {  # of operators with features
-    "sigma": dict(_SOME, sigma_shape=(), radius=0.5),
+    "sigma": dict(_SOME, sigma_shape=()),
     "sigma_of_rows": dict(_SOME, N=70, sigma_shape=(2,)),
     "no_features": dict(_SOME, F=0),
 }
