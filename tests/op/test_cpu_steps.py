@@ -10,7 +10,7 @@ import sonde
 from helpers import Operator, Target, allocations, cotangents, floats, leaves
 
 pytest.importorskip("numba")
-PASSES = ["grid.sample_sum", "grid.sample_dot", "grid.ms_deform_attn", "grid.deformable_aggregation"]
+PASSES = ["grid.sample_sum", "grid.sample_dot", "grid.ms_deform_attn", "grid.deformable_aggregation", "grid.grid_sample"]
 MANY = {
     "grid.sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
     "grid.sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),

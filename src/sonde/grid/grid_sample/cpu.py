@@ -7,7 +7,7 @@ their own. A gradient of the input belongs to one thread per image and block of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, array_part, exact_part, jit, part, run
+from ...jit.steps import Pass
+from ...op.cpu import array_part, exact_part, jit, part
+from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store, total
-from ...op.layout import memory_format
-from ...op.memory import dense, empty, zeros
-from ...op.plan import Determinism, Kernel
+from ...op.layout import memory_format, outline
+from ...op.plan import Determinism
 from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import LENGTH, clear, crowd_of, crowded, flush, flush_planes, hits_of, met, settle, settle_planes
 from .cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
@@ -32,80 +33,82 @@ TAPS = (2, 1, 4)  # of each mode, along an axis
 FEW_TERMS = 16  # of the products with each tap, of which a gradient is a small difference
 
 
-def forward(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
-    wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
-    out = empty((B, C, *grid.shape[1:-1]), wide, memory_format(input, True))
-    how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
-    if out.numel():
-        view, (kernel, _, _) = _by(input, mode)
-        run(kernel, *_blocks(B, points, input, mode), *how, *view(input, wide), points, *view(out, wide))
-    return out.to(input.dtype)
+@by_threads
+def forward_pass(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> Pass:
+    wide, (B, P, _) = accumulator(input, grid), _points(input, grid)
+    p, how = CpuPass(wide, dict(input=input, grid=grid)), _how(input, grid, mode, padding_mode, align_corners)
+    result = outline((B, input.shape[1], *grid.shape[1:-1]), memory_format=memory_format(input, True))
+    out = p.buffer("out", result, wide)
+    items, block = _blocks(B, P, input, mode, p.threads) if result.numel() else (0, 1)
+    images, points = _images(p, "input", input), Array(p.dense("grid", wide), (grid.shape[0], P, grid.shape[-1]))
+    if _last(input):
+        p.run(pixels_forward, items, [block, *how, images, points, _pixels(out, result)], writes=["out"])
+    elif _bilinear(input, mode):
+        kernel = few_forward if _is_channels_last(input) else bilinear_forward
+        p.run(kernel, items, [block, *how, images, *_strides(input), points, _flat(out, result)], writes=["out"])
+    else:
+        args = block, *how, images, *_strides(input), points, _flat(out, result), *_strides(result)
+        p.run(planes_forward, items, args, writes=["out"])
+    return p.returns(p.rounded(out, result.shape, input.dtype)).returning_one()
 
 
-def backward(
+@by_threads
+def backward_pass(
     grad: Tensor, input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *,
     needs: Sequence[bool], deterministic: bool,
-) -> list[Tensor]:  # fmt: skip
-    wide, B = accumulator(input, grid), joint_batch(input, grid)
-    how, points = _how(input, grid, mode, padding_mode, align_corners), _points(grid, wide)
-    view, (_, scatter, dots) = _by(input, mode)
-    something = grad.numel() and input.numel()
-    given = view(grad, wide) if something else ()
+) -> Pass:  # fmt: skip
+    wide, how = accumulator(input, grid), _how(input, grid, mode, padding_mode, align_corners)
+    p, P = CpuPass(wide, dict(grad=grad, input=input, grid=grid)), prod(grid.shape[1:-1])
+    points = Array(p.dense("grid", wide), (grid.shape[0], P, grid.shape[-1]))
+    given: tuple[Any, ...] = _images(p, "grad", input), *(() if _last(input) else _strides(grad))
     found = []
     if needs[0]:
-        d_input = zeros(input.shape, wide, memory_format(input, True))
-        if something:
-            items, width = _channels(input)
-            run(scatter, items, width, *how, *given, points, *view(d_input, wide), slices_per_thread=1)
-        found.append(d_input.to(input.dtype))
-        del d_input
+        found.append(_add_scatter(p, input, how, given, points, mode, bool(grad.numel())))
     if needs[1]:
-        filled = something and _bilinear(input, mode)  # by the kernel
-        d_grid = (empty if filled else zeros)((B, *points.shape[1:]), wide)
-        if something and mode != "nearest":
-            run(dots, *_blocks(B, points, input, mode), *how, *view(input, wide), *given, points, array(d_grid))
-        if grid.shape[0] != B:
-            d_grid = d_grid.view(grid.shape[0], -1 if grid.numel() else 0, *points.shape[1:]).sum(1)
-        found.append(d_grid.view(grid.shape).to(grid.dtype))
-    return found
+        found.append(_add_dots(p, input, grid, how, given, points, mode, bool(grad.numel())))
+    return p.returns(*found)
 
 
-def plan(
-    input: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, *, needs: Sequence[bool], deterministic: bool
-) -> list[Kernel]:
-    """What the two above launch and allocate."""
-    wide, B, C = accumulator(input, grid), joint_batch(input, grid), input.shape[1]
-    last, samples, names = _last(input), B * prod(grid.shape[1:-1]), [kernel.__name__ for kernel in _by(input, mode)[1]]
-    copies = 0 if grid.dtype == wide and grid.is_contiguous() else grid.numel()
-    dense = input.is_contiguous() or memory_format(input, True) != torch.contiguous_format
-    image = 0 if input.dtype == wide and dense else input.numel()
-    half = input.dtype != wide
-
-    def kernel(name: str, writes: str, elements: int, phase: Any = "backward") -> Kernel:
-        promise = Determinism.BATCH_INVARIANT
-        if writes == "grid" and grid.shape[0] != B:
-            promise = Determinism.RUN_TO_RUN
-        return Kernel(name, (writes,), wide, promise, elements * wide.itemsize, phase)
-
-    found = [kernel(names[0], "out", copies + image + half * samples * C, "forward")]
-    copies += (half or last) * samples * C  # of the result's gradient, whatever its layout
-    if needs[0]:
-        found.append(kernel(names[1], "input", copies + half * input.numel()))
-    if needs[1]:
-        again = grid.dtype != wide or grid.shape[0] != B
-        left = needs[0] and half and input.numel()  # the other gradient before it was rounded: a thread may not have let go of it
-        found.append(kernel(names[2], "grid", copies + image + left + again * samples * grid.shape[-1]))
-    return found
-
-
-def _by(input: Tensor, mode: str) -> tuple[Callable, tuple[Callable, Callable, Callable]]:
-    """How kernels see images, and which they are: for the value, for the gradient of the input and for that of the grid."""
+def _add_scatter(p: CpuPass, input: Tensor, how: Sequence, given: Sequence, points: Array, mode: str, something: bool) -> str:
+    like = outline(input.shape, memory_format=memory_format(input, True))
+    d_input = p.buffer("d_input", like, p.accumulator, fill=0)
+    items, width = _channels(input, p.threads) if something and input.numel() else (0, 1)
+    results: tuple[Any, ...]
+    kernel, results = bilinear_scatter if _bilinear(input, mode) else planes_scatter, (_flat(d_input, like), *_strides(like))
     if _last(input):
-        return _pixels, (pixels_forward, pixels_scatter, pixels_dots)
-    if _bilinear(input, mode):
-        few = memory_format(input, True) != torch.contiguous_format
-        return _planes, (few_forward, bilinear_scatter, few_dots) if few else (bilinear_forward, bilinear_scatter, bilinear_dots)
-    return _planes, (planes_forward, planes_scatter, planes_dots)
+        kernel, results = pixels_scatter, (_pixels(d_input, like),)
+    p.run(kernel, items, [width, *how, *given, points, *results], slices_per_thread=1, writes=["input"])
+    return p.rounded(d_input, input.shape, input.dtype)
+
+
+def _add_dots(
+    p: CpuPass, input: Tensor, grid: Tensor, how: Sequence, given: Sequence, points: Array, mode: str, something: bool
+) -> str:  # fmt: skip
+    (B, P, dim), bilinear = _points(input, grid), _bilinear(input, mode)
+    shape, shared = (B, *grid.shape[1:]), grid.shape[0] != B
+    if mode == "nearest":
+        d_grid = p.buffer("d_grid", grid.shape, grid.dtype)
+        p.call("torch.zero_", Tensor.zero_, [d_grid], writes=["grid"])
+        return d_grid
+    something = something and bool(input.numel())
+    d_grid = p.buffer("d_grid", shape, p.accumulator, fill=None if something and bilinear else 0)  # which that kernel fills
+    items, block = _blocks(B, P, input, mode, p.threads) if something else (0, 1)
+    images, found = _images(p, "input", input), Array(d_grid, (B, P, dim))
+    if _last(input):
+        kernel, args = pixels_dots, [images, *given]
+    elif bilinear and _is_channels_last(input):
+        kernel, args = few_dots, [images, *_strides(input), *given[:2]]
+    else:
+        kernel, args = bilinear_dots if bilinear else planes_dots, [images, *_strides(input), *given]
+    p.run(kernel, items, [block, *how, *args, points, found], writes=[] if shared else ["grid"])
+    if shared:  # by several results
+
+        def total(x: Tensor) -> Tensor:
+            return x.view(grid.shape[0], -1 if grid.numel() else 0, *grid.shape[1:]).sum(1)
+
+        gives = [("d_grid", grid.shape, p.accumulator)]
+        (d_grid,) = p.call("torch.sum", total, [d_grid], gives, writes=["grid"], promise=Determinism.RUN_TO_RUN)
+    return p.rounded(d_grid, grid.shape, grid.dtype)
 
 
 def _bilinear(input: Tensor, mode: str) -> bool:
@@ -115,47 +118,66 @@ def _bilinear(input: Tensor, mode: str) -> bool:
 
 def _last(input: Tensor) -> bool:
     """Whether kernels go through channels: where they are neighbours, and enough of them to fill a vector."""
-    return memory_format(input, True) != torch.contiguous_format and input.shape[1] > LANES // 2
+    return _is_channels_last(input) and input.shape[1] > LANES // 2
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return memory_format(x, True) != torch.contiguous_format
 
 
 def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> tuple:
+    """What every kernel takes of sizes and options; the bilinear ones know how many axes and taps there are."""
     B, size = joint_batch(input, grid), (1, *input.shape[2:])[-3:]
-    groups = B // max(1, input.shape[0]), B // max(1, grid.shape[0])
-    return input.shape[1], *size, *groups, input.ndim - 2, TAPS[MODES.index(mode)], PADDINGS.index(padding), align
+    groups, options = (B // max(1, input.shape[0]), B // max(1, grid.shape[0])), (PADDINGS.index(padding), align)
+    if _bilinear(input, mode):
+        return input.shape[1], *size[1:], *groups, *options
+    return input.shape[1], *size, *groups, input.ndim - 2, TAPS[MODES.index(mode)], *options
 
 
-def _points(grid: Tensor, wide: torch.dtype) -> Any:
-    """``[B, samples, 2 or 3]``."""
-    return array(dense(grid, wide).view(grid.shape[0], prod(grid.shape[1:-1]), grid.shape[-1]))
+def _points(input: Tensor, grid: Tensor) -> tuple[int, int, int]:
+    """How many results there are, samples of each, and coordinates of these."""
+    return joint_batch(input, grid), prod(grid.shape[1:-1]), grid.shape[-1]
 
 
-def _planes(x: Tensor, wide: torch.dtype) -> tuple[Any, int, int]:
-    """The memory of `x`, and how far channels and pixels are apart; a copy where it is neither contiguous nor channels-last."""
-    if memory_format(x, True) != torch.contiguous_format:
-        return array(dense(x.movedim(1, -1), wide).view(-1)), 1, x.shape[1]
-    return array(dense(x, wide).view(-1)), prod(x.shape[2:]), 1
+def _images(p: CpuPass, name: str, input: Tensor) -> Array:
+    """An argument that is an image as the kernels for `input` see it: a copy where it is in neither layout."""
+    x = p.given[name]
+    assert x is not None
+    slot = p.dense(name, p.accumulator, _channels_to_end if _last(input) or _is_channels_last(x) else None)
+    return _pixels(slot, x) if _last(input) else _flat(slot, x)
 
 
-def _pixels(x: Tensor, wide: torch.dtype) -> tuple[Any]:
-    """``[B·pixels, C]``, a view where `x` is channels-last."""
-    return (array(dense(x.movedim(1, -1), wide).view(x.shape[0] * prod(x.shape[2:]), x.shape[1])),)
+def _channels_to_end(x: Tensor) -> Tensor:
+    return x.movedim(1, -1)
 
 
-def _blocks(B: int, points: Any, input: Tensor, mode: str) -> tuple[int, int]:
+def _pixels(slot: str, like: Tensor) -> Array:
+    return Array(slot, (like.shape[0] * prod(like.shape[2:]), like.shape[1]))
+
+
+def _flat(slot: str, like: Tensor) -> Array:
+    return Array(slot, (like.numel(),))
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """How far channels and pixels are apart."""
+    return (1, x.shape[1]) if _is_channels_last(x) else (prod(x.shape[2:]), 1)
+
+
+def _blocks(B: int, P: int, input: Tensor, mode: str, threads: int) -> tuple[int, int]:
     """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
-    P, all_threads = points.shape[1], 8 * torch.get_num_threads()
     block = (
         FEW_BLOCK
         if _bilinear(input, mode) and input.shape[1] <= FEW
-        else min(BLOCK, max(4 * LANES, -(-B * P // (all_threads * LANES)) * LANES))
+        else min(BLOCK, max(4 * LANES, -(-B * P // (8 * threads * LANES)) * LANES))
     )
     return B * -(-P // block), block
 
 
-def _channels(input: Tensor) -> tuple[int, int]:
+def _channels(input: Tensor, threads: int) -> tuple[int, int]:
     """Into how many blocks images and channels are cut, and how many channels a block has; no bit depends on it."""
     n, C, least = input.shape[0], input.shape[1], LANES if _last(input) else 1
-    blocks = min(-(-2 * torch.get_num_threads() // n), -(-C // least))
+    blocks = min(-(-2 * threads // n), -(-C // least))
     width = -(-C // (blocks * least)) * least
     return n * -(-C // width), width
 

@@ -36,8 +36,8 @@ FEW_BLOCK = 128  # samples of a few channels whose places are found, and whose p
 
 
 @jit
-def bilinear_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
-    """Values of blocks `start` to `stop` of samples; channels of images and out are `ic` and `oc` apart, pixels `ip` and `op`."""
+def bilinear_forward(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic, ip, points, out):
+    """Values of blocks `start` to `stop` of samples; channels of images are `ic` apart, pixels `ip`; out is contiguous."""
     P, size, one = points.shape[1], H * W, spread(points.dtype.type(1))
     blocks, rows, (cells, at) = -(-P // block), out.reshape(out.size // P, P), _room(points, block)
     flat, line = _flat(points), images.reshape(1, images.size)
@@ -56,9 +56,7 @@ def bilinear_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, p
 
 
 @jit
-def bilinear_dots(
-    start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid
-):
+def bilinear_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
     """The gradient of the grid of blocks `start` to `stop` of samples."""
     P, size, zero, one = points.shape[1], H * W, spread(points.dtype.type(0)), spread(points.dtype.type(1))
     blocks, rows, (cells, at) = -(-P // block), grad.reshape(grad.size // P, P), _room(points, block)
@@ -97,7 +95,7 @@ def bilinear_dots(
 
 
 @jit
-def bilinear_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
+def bilinear_scatter(start, stop, width, C, H, W, inputs, grids, pad, align, grad, gc, gp, points, d_images, ic, ip):
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
     block = FEW_BLOCK if C <= FEW else BLOCK
     P, blocks, size, (cells, at) = points.shape[1], -(-C // width), H * W, _room(points, block)
@@ -203,7 +201,7 @@ def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, 
 
 
 @jit
-def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, points, out, oc, op):
+def few_forward(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic, ip, points, out):
     """The same of images and out whose channels are neighbours."""
     P, one, (cells, at), weight = (
         points.shape[1],
@@ -232,7 +230,7 @@ def few_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
 
 
 @jit
-def few_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, ic, ip, grad, gc, gp, points, d_grid):
+def few_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic, ip, grad, gc, points, d_grid):
     P, zero, one, (cells, at) = points.shape[1], points.dtype.type(0), points.dtype.type(1), _room(points, block)
     blocks, pixels = -(-P // block), images.reshape(images.size // C, C)
     flat, line, d_flat = _flat(points), images.reshape(1, images.size), _flat(d_grid)
