@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import sonde
-from helpers import Operator, Target, allocations, cotangents, floats, leaves
+from helpers import OPERATORS, Operator, Target, allocations, cotangents, floats, leaves
 
 pytest.importorskip("numba")
-PASSES = ["grid.sample_sum", "grid.sample_dot", "grid.ms_deform_attn", "grid.deformable_aggregation", "grid.grid_sample"]
 MANY = {
     "grid.sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
     "grid.sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
@@ -18,7 +17,7 @@ MANY = {
 }  # more than kernels add up in one go
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_prepared_passes_keep_no_argument(name):
     """An argument is free once its caller has let go of it, whatever was prepared."""
     operator = Operator.find(name)
@@ -31,7 +30,7 @@ def test_prepared_passes_keep_no_argument(name):
     assert not any(x() is not None for x in seen)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_threads_may_change_between_passes(name):
     """A call that was prepared with one number of threads runs with another, and so does its backward pass."""
     operator = Operator.find(name)
