@@ -261,7 +261,8 @@ def test_errors(name, message, monkeypatch):
     if not set(WRONG[message]) <= {*arguments, "batch", "impl"}:
         pytest.skip(f"{name} has no such argument")
     module = __import__(f"sonde.points.{name}.cpu", fromlist=["forward"])
-    monkeypatch.setattr(module, "forward", lambda *_: pytest.fail("launched"))
+    first = "forward" if hasattr(module, "forward") else "forward_pass"
+    monkeypatch.setattr(module, first, lambda *_: pytest.fail("launched"))
     given = {key: values[key] for key in arguments} | WRONG[message]
     with pytest.raises((ValueError, TypeError)) as caught:
         getattr(sonde, name)(**given)

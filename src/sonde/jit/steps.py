@@ -84,7 +84,7 @@ class Pass:
 
     # ---- recording
 
-    def buffer(self, name: str, like: Tensor | Sequence[int], dtype: torch.dtype, fill: int | None = None) -> str:
+    def buffer(self, name: str, like: Tensor | Sequence[int], dtype: torch.dtype, fill: float | None = None) -> str:
         """A tensor of this shape (and these strides, if `like` is a tensor), uninitialised or filled; returns its slot."""
         like = like if isinstance(like, Tensor) else outline(like)
         new = self._allocator(like, dtype)
@@ -185,9 +185,18 @@ class Pass:
     def moments(self) -> Iterator[Moment]:
         """The steps in order, with the lifetimes of buffers."""
         last: dict[str, int] = {}
+        derived: set[str] = set()
+
+        def use(name: str | None, i: int) -> None:
+            chain = self._chain(name)
+            last.update(dict.fromkeys(chain, i))
+            if chain and chain[-1] not in derived:  # what it is made from is needed until then
+                derived.add(chain[-1])
+                use(self.slots[chain[-1]].source, i)
+
         for i, step in enumerate(self.steps):
             for taken in (*step.takes, *step.gives):
-                last |= dict.fromkeys(self._chain(taken), i)
+                use(taken, i)
         kept = {name for result in self.results for name in self._chain(result)}
         idle = [name for name in self.results if name not in last]  # results that no step touches, being empty
         made = set(self.given)

@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 
 class Array(NamedTuple):
-    """An argument of a kernel: the memory of a slot, which is contiguous, seen in this shape."""
+    """An argument of a kernel: the memory of a slot, which is contiguous, in this shape; None: in that of each call's tensor."""
 
     slot: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
 
 
 class CpuPass(Pass):
@@ -55,8 +55,8 @@ class CpuPass(Pass):
 
         return self.derive(f"{name} copied", name, make, t.shape, dtype)
 
-    def derive(self, name: str, of: str, make: Callable[[Any], Any], shape: Sequence[int], dtype: torch.dtype) -> str:
-        """A buffer of this shape that `make` makes from another slot."""
+    def derive(self, name: str, of: str | None, make: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype) -> str:
+        """A buffer of this shape that `make` makes, from another slot or from nothing."""
         return self._add(name, Slot(dtype, prod(shape) * dtype.itemsize, make, of))
 
     def run(
@@ -90,7 +90,9 @@ class CpuPass(Pass):
 
 
 def _seen(x: str | Array, slots: dict[str, Slot]) -> tuple[str, Callable[[Tensor], Any] | None]:
-    return (x, None) if isinstance(x, str) else (x.slot, cpu.viewer(x.shape, slots[x.slot].dtype))
+    if isinstance(x, str):
+        return x, None
+    return x.slot, cpu.array if x.shape is None else cpu.viewer(x.shape, slots[x.slot].dtype)
 
 
 class ByThreads:

@@ -209,14 +209,14 @@ def operator(
 ) -> Operator:
     """Register ``sonde::<name>`` and ``sonde::<name>_backward``; return ``f(*args, impl)``.
 
-    ``gpu.py`` of `package` has
+    ``gpu.py`` and ``cpu.py`` of `package` have
 
     - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` to what the schema returns,
     - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one to a gradient per true entry of `needs`.
 
     Passes are kept for all calls of a kind: shapes, strides, dtypes, devices and alignment of tensors, and the other arguments
-    themselves. ``cpu.py``, and ``gpu.py`` where sizes come from the data, have ``forward`` and ``backward`` in their place, which
-    do it at once, and ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
+    themselves. Where sizes come from the data there are ``forward`` and ``backward`` in their place, which do it at once, and
+    ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
 
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.

@@ -15,7 +15,6 @@ import sonde
 from helpers.exactness import same_bits
 from helpers.operators import Target, value_and_grads
 from sonde.jit import Unsupported
-from sonde.op.cache import forget_calls
 from sonde.points._search import arguments
 
 pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
@@ -53,14 +52,15 @@ def test_changes_no_bit(target, N, monkeypatch):
 
 def test_is_not_built_again(numba_target, monkeypatch):
     """A given index is what is searched; without one, forward and backward share theirs."""
-    from sonde.points._search.index import cpu
+    from sonde.op import cpu
 
     queries, points, features = made()
     index = sonde.PointIndex.build(points)
     built = []
-    real = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda *args: built.append(args) or real(*args))
-    forget_calls()
+    real = cpu.run
+    monkeypatch.setattr(
+        cpu, "run", lambda kernel, *a, **o: (kernel.__name__ == "finite" and built.append(a), real(kernel, *a, **o))
+    )
     sonde.knn_aggregate(queries, points, features, 5, index=index)
     assert not built
     value_and_grads(lambda q, p, f: sonde.knn_aggregate(q, p, f, 5), (queries, points, features))

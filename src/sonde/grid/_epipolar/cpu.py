@@ -21,7 +21,7 @@ from ...op.cpu_steps import Array, CpuPass
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES
 from ...op.layout import memory_format, outline
-from .._scatter.cpu_sums import BLOCK
+from .._scatter.cpu_sums import BLOCK, crowd_bytes
 from .cpu_kernels import per_channel, per_query
 
 Opt = Tensor | None
@@ -87,7 +87,7 @@ def _add_block(
         strides = (1, C) if layout == torch.channels_last else (H * W, 1)
         blocks, width = _blocks(B, C, p.threads)
         args = width, H, W, C, *operands, powers, Array(found["images"], (B * C * H * W,)), *strides
-        own = H * W * (width + LANES) * wide.itemsize  # the image that each thread adds to
+        own = H * W * (width + LANES) * wide.itemsize + crowd_bytes(H * W)  # the image that each thread adds to
         writes = [wants["images"]] if "images" in done else []
         p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=own)
     if asked := [x for x in wants if x != "images"]:

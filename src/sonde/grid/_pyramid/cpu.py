@@ -27,7 +27,7 @@ from ...op.lanes import LANES
 from ...op.layout import outline_of
 from ...op.plan import Kernel
 from ...op.torch_private import is_fake
-from .._scatter.cpu_sums import BLOCK, LENGTH
+from .._scatter.cpu_sums import BLOCK, LENGTH, crowd_bytes
 from .cpu_kernels import per_channel, per_unit
 from .levels import numbers
 
@@ -267,7 +267,8 @@ class _Views:
         tasks = p.B * -(-p.heads // many) * pieces
         enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
         args = *p.numbers, self.spare, many, width, self.table, self.sizes, *given, *found, *self.see(rows=d_rows)
-        self.p.run(per_channel, tasks, args, grain=enough, slices_per_thread=tasks, writes=writes)
+        own = crowd_bytes((p.S + 1) * many)
+        self.p.run(per_channel, tasks, args, grain=enough, slices_per_thread=tasks, writes=writes, scratch=own)
 
     def gradients(self, shapes: Sequence[Sequence[int]], needs: Sequence[bool], names: Sequence[str]) -> list[str | None]:
         """Of features, locations and weights, where needed; `names` are what is written by this, in a plan."""

@@ -57,6 +57,11 @@ def crowd_of(pixels, samples, corners, width):
     return np.empty(pixels, np.uint8), np.empty(pixels, np.int32), numbers, places, np.empty((most, width), np.float64)
 
 
+def crowd_bytes(pixels: int) -> int:
+    """What a crowd has in use: the counts. All else is written to where a block is full alone."""
+    return pixels * np.dtype(np.uint8).itemsize
+
+
 @part
 def clear(crowd):
     """For the next image."""

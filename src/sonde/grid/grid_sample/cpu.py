@@ -23,7 +23,19 @@ from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.layout import memory_format, outline
 from ...op.plan import Determinism
 from .._scatter.cpu_sums import BLOCK as TERMS
-from .._scatter.cpu_sums import LENGTH, clear, crowd_of, crowded, flush, flush_planes, hits_of, met, settle, settle_planes
+from .._scatter.cpu_sums import (
+    LENGTH,
+    clear,
+    crowd_bytes,
+    crowd_of,
+    crowded,
+    flush,
+    flush_planes,
+    hits_of,
+    met,
+    settle,
+    settle_planes,
+)
 from .cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
 from .cpu_taps import BLOCK, axis
 from .reference import joint_batch
@@ -77,7 +89,8 @@ def _add_scatter(p: CpuPass, input: Tensor, how: Sequence, given: Sequence, poin
     kernel, results = bilinear_scatter if _bilinear(input, mode) else planes_scatter, (_flat(d_input, like), *_strides(like))
     if _last(input):
         kernel, results = pixels_scatter, (_pixels(d_input, like),)
-    p.run(kernel, items, [width, *how, *given, points, *results], slices_per_thread=1, writes=["input"])
+    own = crowd_bytes(prod(n + 4 for n in input.shape[2:]) + 1)  # cells of taps, which reach two pixels beyond the image
+    p.run(kernel, items, [width, *how, *given, points, *results], slices_per_thread=1, writes=["input"], scratch=own)
     return p.rounded(d_input, input.shape, input.dtype)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, jit, run
-from ...op.plan import Determinism, Kernel
+from ...jit.steps import Pass
+from ...op.cpu import array, jit
+from ...op.cpu_steps import Array, CpuPass
+from ...op.plan import Determinism
 from . import cpu_tree as trees
-from .cpu_segments import Lists, gather, lists, sums
-from .index.cpu import forward as build
+from .cpu_rows import rates
+from .cpu_segments import PIECE, gather, lists, sums
+from .index.cpu import add_index, add_segments
 
-Opt = Tensor | None
+SEARCH = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes", "query_offsets", "point_offsets")
+Given = Mapping[str, Tensor | None]
+Names = Sequence[str]
 
 
-def tree_of(points: Tensor, order: Opt, ordered: Opt, boxes: Opt, offsets: Opt) -> trees.Tree:
-    """The tree of an index; of few points it is made here."""
-    made = build(points, offsets) if order is None or ordered is None or boxes is None else (order, ordered, boxes)
-    return trees.tree(*made, offsets)
+def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
+    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
+    of_features = {} if features is None else {"features": features}
+    return dict(queries=queries, points=points, **of_features, **dict(zip(SEARCH, search, strict=True)), **more)
 
 
 def ball(radius: float, dtype: torch.dtype) -> float:
@@ -28,71 +34,183 @@ def ball(radius: float, dtype: torch.dtype) -> float:
     return min(float(torch.tensor(radius * radius, dtype=dtype, device="cpu")), torch.finfo(dtype).max)
 
 
-def scalars(dtype: torch.dtype, *numbers: float) -> list:
-    """Numbers of the kernels' own dtype, which would else be float64."""
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    return [kind(x) for x in numbers]
+def scalar(dtype: torch.dtype, x: float) -> Any:
+    """A number of the kernels' own dtype, which would else be float64."""
+    return (np.float64 if dtype == torch.float64 else np.float32)(x)
 
 
-def search(args: Sequence, k: int, radius: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def three(p: CpuPass, slot: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """The slot of the same coordinates, three of each, whatever the dimensions: zeros change no distance."""
+    missing = 3 - shape[-1]
+    if not missing:
+        return slot
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x.detach(), (0, missing))
+
+    return p.derive(f"{slot} padded", slot, pad, (*shape[:-1], 3), dtype)
+
+
+def coordinates(p: CpuPass, name: str) -> Array:
+    """The argument of that name as kernels see it: ``[rows, 3]``."""
+    x = p.given[name]
+    assert x is not None
+    return Array(three(p, p.dense(name, x.dtype), x.shape, x.dtype), (x.shape[0] * x.shape[1], 3))
+
+
+def add_tree(p: CpuPass, points: str = "points", offsets: str = "point_offsets", given: bool = True) -> list[Any]:
+    """What kernels read of a tree: points, order, boxes, segments, nodes. It is that of the index, if one is `given`, and
+    made by this pass of few points."""
+    x = p.given[points]
+    assert x is not None
+    B, N, D = x.shape
+    if given and p.given["order"] is not None:
+        slots = [p.dense(name, p.slots[name].dtype) for name in ("order", "sorted", "boxes")]
+        count = p.given["boxes"].shape[1]  # type: ignore[union-attr]
+    else:
+        made = add_index(p, points, offsets, writes=[])
+        slots, count = list(made[:3]), made.nodes
+    order, rows, boxes = slots
+    rows, boxes = three(p, rows, (B, N, D), x.dtype), three(p, boxes, (B, count, 2, D), x.dtype)
+    views = Array(rows, (B * N, 3)), Array(order, (B * N,)), Array(boxes, (B * count, 6))
+    return [*views, add_segments(p, offsets, N), count]
+
+
+def add_rows(p: CpuPass, queries: str = "queries", offsets: str = "query_offsets") -> list[Any]:
+    """What kernels read of the queries: coordinates, in which order they go, and to which segment each belongs."""
+    x = p.given[queries]
+    assert x is not None
+    (B, M, _), rows = x.shape, coordinates(p, queries)
+    if p.given.get("rows") is not None:
+        by: Any = Array("rows", (B * M,))
+    elif M < trees.ORDERED:
+        by = p.derive("rows", None, lambda: np.arange(B * M), (B * M,), torch.int64)
+    else:
+        by = Array(p.buffer("rows", (B * M,), torch.int64), (B * M,))
+        p.run(trees.by_cells, B, [rows, M, by], scratch=trees.sorting_bytes(M), accumulator=x.dtype)
+    return [rows, by, add_mine(p, offsets, M)]
+
+
+def add_mine(p: CpuPass, offsets: str, M: int) -> Any:
+    if p.given[offsets] is None:
+        return trees.segment_of(None, M)
+    return p.derive("segment", offsets, lambda ends: trees.segment_of(ends, M), (M,), torch.int64)
+
+
+def add_rates(p: CpuPass, width: float, B: int) -> Any:
+    """1/σ of every row of the batch."""
+    if p.given["sigma"] is None:
+        return rates(None, width, B)
+    return p.derive("rates", "sigma", lambda sigma: rates(sigma, width, B), (B,), torch.float64)
+
+
+def search(p: CpuPass, k: int, radius: float | None = None, writes: Names = ("out",)) -> dict[str, str]:
     """The k nearest (within `radius`): distances, indices, and how many were cut."""
-    queries, points, order, ordered, boxes, _, _, _, query_offsets, point_offsets = args
-    (B, M, _), N = queries.shape, points.shape[1]
-    tree = tree_of(points, order, ordered, boxes, point_offsets)
-    distances = queries.new_empty(B, M, k)
-    indices = queries.new_empty(B, M, k, dtype=torch.int64)
-    truncated = queries.new_empty(B, M if radius is not None else 0, dtype=torch.int64)
-    (bound,) = scalars(queries.dtype, torch.finfo(queries.dtype).max if radius is None else ball(radius, queries.dtype))
-    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
-    results = array(distances.view(-1, k)), array(indices.view(-1, k)), array(truncated.view(-1))
-    run(neighbours, B * M, M, N, k, bound, rows, trees.spatial_order(rows, B), mine, *tree[:4], tree.nodes, *results, grain=64)
-    return distances, indices, truncated
+    queries, points = p.given["queries"], p.given["points"]
+    assert queries is not None
+    assert points is not None
+    (B, M, _), N, dtype = queries.shape, points.shape[1], queries.dtype
+    tree, rows = add_tree(p), add_rows(p)
+    found = dict(distances=p.buffer("distances", (B, M, k), dtype), indices=p.buffer("indices", (B, M, k), torch.int64))
+    cut: Any = np.empty(0, np.int64)
+    if radius is not None:
+        found["truncated"] = p.buffer("truncated", (B, M), torch.int64)
+        cut = Array(found["truncated"], (B * M,))
+    bound = scalar(dtype, torch.finfo(dtype).max if radius is None else ball(radius, dtype))
+    results = Array(found["distances"], (B * M, k)), Array(found["indices"], (B * M, k)), cut
+    own = min(k, N) * (dtype.itemsize + 8) + (0 if radius is None else trees.leaves_bytes(N))
+    args = M, N, k, bound, *rows, *tree, *results
+    p.run(neighbours, B * M, args, grain=64, writes=writes, scratch=own, accumulator=dtype)
+    return found
 
 
-def search_kernels(args: Sequence, k: int, needs: Sequence[bool], extra: int = 0) -> list[Kernel]:
-    """What `search` and `distance_gradients` launch and allocate."""
-    queries, points = args[:2]
-    (B, M, D), N, size = queries.shape, points.shape[1], queries.dtype.itemsize
-    small = index_bytes(points) if args[2] is None else 0
-    padded = (D < 3) * 3 * B * (M + 2 * N) * size
-    kinds = queries.dtype, Determinism.BATCH_INVARIANT
-    made = [Kernel(neighbours.__name__, ("out",), *kinds, small + padded)]
-    used = padded + B * M * k * (2 * size + 8) + B * (M + N) * 3 * size + extra
-    if any(needs):
-        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), *kinds, used, "backward"))
-    if needs[1]:
-        made.append(Kernel(gather.__name__, ("points",), *kinds, used, "backward"))
-    return made
-
-
-def index_bytes(points: Tensor) -> int:
-    B, N, D = points.shape
-    return B * (N * (4 + D * points.dtype.itemsize) + (N // 4 + 5) * 2 * D * points.dtype.itemsize)
-
-
-def distance_gradients(grad: Tensor, args: Sequence, distances: Tensor, indices: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+def distance_gradients(given: Given, needs: Sequence[bool]) -> Pass:
     """Of lists ``[B, M, k]`` of neighbours: ∂q_i = Σ_j g_ij (q_i − p_j)/d_ij, ∂p_j the negative sum."""
-    queries, points = args[:2]
-    (B, M, _), k = queries.shape, indices.shape[-1]
-    entries = np.arange(B * M + 1, dtype=np.int64) * k
-    return list_gradients(grad.reshape(-1), queries, points, distances.reshape(-1), indices.reshape(-1), entries, needs)
+    indices, queries = given["indices"], given["queries"]
+    assert indices is not None
+    assert queries is not None
+    p, n, k = CpuPass(queries.dtype, given), indices.shape[0] * indices.shape[1], indices.shape[2]
+    entries, total = add_entries(p, n, k), indices.numel()
+    of_lists = p.dense("grad", queries.dtype), p.dense("distances", queries.dtype), p.dense("indices", torch.int64)
+    slopes = p.buffer("slopes", (total,), queries.dtype)
+    return list_gradients(p, entries, [Array(slot, (total,)) for slot in (*of_lists, slopes)], total, needs)
 
 
-def list_gradients(grad, queries, points, distances, indices, entries, needs) -> list[Tensor]:
-    """The same for lists of any length; those of row i are entries[i] to entries[i + 1]."""
-    (B, M, D), N = queries.shape, points.shape[1]
-    q, p = trees.three(queries), trees.three(points)
-    slopes = queries.new_empty(grad.shape)
-    g_queries = queries.new_empty(B * M, 3)
-    given = [array(x.detach().contiguous()) for x in (grad.to(queries.dtype), distances, indices)]
-    run(pull, B * M, M, N, entries, array(q), array(p), *given, array(slopes), array(g_queries), grain=256)
-    found = [g_queries[:, :D].reshape(queries.shape)] if needs[0] else []
+def add_entries(p: CpuPass, rows: int, k: int) -> str:
+    """Where the list of each row begins, if all are of the same length."""
+    return p.derive("entries", None, lambda: np.arange(rows + 1, dtype=np.int64) * k, (rows + 1,), torch.int64)
+
+
+def list_gradients(p: CpuPass, entries: Any, of_lists: Sequence[Array], total: int, needs: Sequence[bool]) -> Pass:
+    """The same for lists of any length, `total` in all; those of row i are entries[i] to entries[i + 1].
+
+    `of_lists` are gradients, distances and indices, and where slopes may be written.
+    """
+    queries, points = p.given["queries"], p.given["points"]
+    assert queries is not None
+    assert points is not None
+    (B, M, _), N = queries.shape, points.shape[1]
+    q, x = coordinates(p, "queries"), coordinates(p, "points")
+    g_queries = p.buffer("d_queries", (B, M, 3), queries.dtype)
+    args = M, N, entries, q, x, *of_lists, Array(g_queries, (B * M, 3))
+    p.run(pull, B * M, args, grain=256, writes=["queries"] if needs[0] else [])
+    found = [columns(p, g_queries, queries)] if needs[0] else []
     if needs[1]:
-        of_points: Lists = lists(array(indices), entries, B, M, N)
-        none = queries.new_empty(0, 0)
-        g_points, _ = sums(of_points, slopes, q, p, None, none, True)
-        found.append(g_points[:, :D].reshape(points.shape))
-    return [g.contiguous() for g in found]
+        from_lists = of_lists[2].slot, entries, of_lists[3].slot, q.slot, x.slot
+        (g_points,) = add_gather(p, from_lists, (B, M, N), total, None, None, 0, ("points",))
+        found.append(columns(p, g_points, points))
+    return p.returns(*found)
+
+
+def columns(p: CpuPass, slot: str, of: Tensor) -> str:
+    """Of gradients ``[…, 3]`` what belongs to coordinates like `of`, and in its dtype."""
+    D = of.shape[-1]
+    if D == 3:
+        return p.rounded(slot, of.shape, of.dtype)
+
+    def first(x: Tensor) -> Tensor:
+        return x.view(-1, 3)[:, :D].reshape(of.shape).to(of.dtype).contiguous()
+
+    (found,) = p.call("torch.contiguous", first, [slot], [(f"{slot} cut", of.shape, of.dtype)])
+    return found
+
+
+def add_widths(p: CpuPass, slot: str, sigma: Tensor) -> str:
+    """The gradient of σ: the sum over all rows of a batch."""
+    gives = [("d_sigma", sigma.shape, torch.float64)]
+    promise = Determinism.RUN_TO_RUN  # torch cuts long sums by the shape of all rows
+    (found,) = p.call("torch.sum", lambda x: x.sum(1), [slot], gives, writes=["sigma"], promise=promise)
+    return p.rounded(found, sigma.shape, sigma.dtype)
+
+
+def add_gather(
+    p: CpuPass, from_lists: tuple[str, Any, str, str, str], sizes: tuple[int, int, int], total: int, weights: str | None,
+    grad: str | None, F: int, wants: Names,
+) -> tuple[str, ...]:  # fmt: skip
+    """What the lists give back to points, and to features: as far as `wants` names them, ``[B, N, 3]`` and ``[B, N, F]``.
+
+    Lists are turned around and cut into pieces, of which there are as many as the data has it: so this is one step.
+    """
+    (B, M, N), (indices, entries, slopes, q, x) = sizes, from_lists
+    wide, dtype = p.accumulator if weights is None else p.slots[weights].dtype, p.slots[slopes].dtype
+    gives = [("d_points", (B, N, 3), dtype)] if "points" in wants else []
+    gives += [("d_features", (B, N, F), wide)] if "features" in wants else []
+
+    def sum_up(indices: Tensor, entries: Any, slopes: Tensor, q: Tensor, x: Tensor, weights: Any, grad: Any) -> list[Tensor]:
+        starts = array(entries) if isinstance(entries, Tensor) else entries
+        of = lists(array(indices.view(-1)), starts, B, M, N)
+        rows = slopes.new_empty(0, 0) if grad is None else grad.view(B * M, F)
+        slopes, weights = slopes.view(-1), None if weights is None else weights.view(-1)
+        g_points, g_features = sums(of, slopes, q.view(-1, 3), x.view(-1, 3), weights, rows, "points" in wants)
+        both = dict(points=g_points, features=g_features)
+        return [both[name].view(shape) for name, (_, shape, _) in zip(wants, gives)]
+
+    pieces = B * N + total // PIECE
+    parts = pieces * sum(shape[-1] * kind.itemsize for _, shape, kind in gives) if total > PIECE else 0
+    own = 16 * total + 16 * (B * N + 1) + 24 * pieces + parts
+    begins = entries.slot if isinstance(entries, Array) else entries
+    takes = [indices, begins, slopes, q, x, weights, grad]
+    return p.call(gather.__name__, sum_up, takes, gives, writes=wants, scratch=own)
 
 
 @jit

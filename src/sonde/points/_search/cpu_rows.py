@@ -12,14 +12,8 @@ from torch import Tensor
 
 from ...op.cpu import array, exact_part, part
 from ...op.lanes import LANES, everywhere, fma, load, spread, store, total, where
-from ...op.memory import is_dense
 
 BLOCK = 32  # terms
-
-
-def copied(x: Tensor, wide: torch.dtype) -> int:
-    """Bytes of what `dense` makes."""
-    return 0 if is_dense(x, wide) else x.numel() * wide.itemsize
 
 
 def rates(sigma: Tensor | None, width: float, B: int) -> np.ndarray:

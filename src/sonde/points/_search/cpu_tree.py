@@ -7,28 +7,14 @@ operations of the distance to a point, in their order; rounding is monotone, so 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...op.cpu import array, exact_part, jit, part, run
+from ...op.cpu import array, exact_part, jit, part
 
 LEAF = 16  # points at most
 ORDERED = 4096  # queries from which sorting them pays
 CELLS = 32  # along every axis, into which they are sorted
-
-
-class Tree(NamedTuple):
-    """What kernels read."""
-
-    points: np.ndarray  # [B*N, 3] in the order of the tree; inf where not finite
-    order: np.ndarray  # [B*N] which they are
-    boxes: np.ndarray  # [B*nodes, 6] low and high
-    segments: np.ndarray  # [S, 4] first point, last but one, first node, depth
-    N: int
-    nodes: int
 
 
 def segments(offsets: Tensor | None, N: int) -> np.ndarray:
@@ -49,27 +35,14 @@ def segment_of(offsets: Tensor | None, M: int) -> np.ndarray:
     return np.where(found < len(ends) - 1, found, -1)
 
 
-def tree(order: Tensor, ordered: Tensor, boxes: Tensor, offsets: Tensor | None) -> Tree:
-    N = ordered.shape[1]
-    sides = three(boxes).reshape(-1, 6)
-    rows = array(three(ordered)), array(order.reshape(-1)), array(sides)
-    return Tree(*rows, segments(offsets, N), N, boxes.shape[1])
+def leaves_bytes(N: int) -> int:
+    """Of the list of leaves that a kernel has for `leaves_within`."""
+    return (N // 8 + 1) * 8
 
 
-def three(x: Tensor) -> Tensor:
-    """``[rows, 3]`` whatever the dimensions: zeros change no distance."""
-    missing = 3 - x.shape[-1]
-    return (torch.nn.functional.pad(x.detach(), (0, missing)) if missing else x.detach()).reshape(-1, 3)
-
-
-def spatial_order(queries: np.ndarray, B: int) -> np.ndarray:
-    """``[B*M]``: rows such that neighbours in the list are neighbours in space, so that they visit the same boxes."""
-    M = len(queries) // max(1, B)
-    if M < ORDERED:
-        return np.arange(len(queries))
-    found = np.empty(len(queries), np.int64)
-    run(by_cells, B, queries, M, found)
-    return found
+def sorting_bytes(M: int) -> int:
+    """Of what `by_cells` counts with: cells of the queries, and queries of the cells."""
+    return 4 * M + 8 * (CELLS**3 + 1)
 
 
 @jit

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ...op.plan import Kernel
+from ...jit.steps import Pass
+from ...op.cpu_steps import CpuPass, by_threads
 from .._search import cpu
 
 
-def forward(*args) -> tuple[Tensor, Tensor]:
-    *given, k = args
-    return cpu.search(given, k)[:2]
+@by_threads
+def forward_pass(queries: Tensor, points: Tensor, *rest: Any) -> Pass:
+    *search, k = rest
+    p = CpuPass(queries.dtype, cpu.named(queries, points, None, *search))
+    return p.returns(*cpu.search(p, k).values())
 
 
-def backward(grad: Tensor, *args, needs: Sequence[bool], deterministic: bool):
-    *given, _k, distances, indices = args
-    return cpu.distance_gradients(grad, given, distances, indices, needs)
-
-
-def plan(*args, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    *given, k = args
-    return cpu.search_kernels(given, k, needs)
+@by_threads
+def backward_pass(grad: Tensor, queries: Tensor, points: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool) -> Pass:
+    *search, _k, distances, indices = rest
+    operands = cpu.named(queries, points, None, *search, k=None)
+    return cpu.distance_gradients(dict(grad=grad, **operands, distances=distances, indices=indices), needs)

@@ -3,84 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, jit, part, run
+from ...jit.steps import Pass
+from ...op.cpu import jit, part
+from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, fma, load, spread, store_some
-from ...op.memory import dense, empty
-from ...op.plan import Determinism, Kernel
 from .._search import cpu
-from .._search import cpu_tree as trees
-from .._search.cpu_rows import BLOCK, added, copied, dot, falls, rates, times, together
-from .._search.cpu_segments import gather, lists, sums
+from .._search.cpu_rows import BLOCK, added, dot, falls, times, together
 
 NAMES = ("queries", "points", "features", "sigma")
 
 
-def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *index, sigma, width, k = rest
-    distances, indices, _ = cpu.search((queries, points, *index), k)
+@by_threads
+def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
+    *search, sigma, width, k = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    out = empty((B, M, F), wide)
-    arrays = (
-        array(x) for x in (dense(features, wide).flatten(0, 1), distances.view(-1, k), indices.view(-1, k), out.flatten(0, 1))
-    )
-    run(weigh, B * M, M, N, rates(sigma, width, B), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
-    return out.to(features.dtype), distances, indices
+    p = CpuPass(wide, cpu.named(queries, points, features, *search, sigma=sigma))
+    found = cpu.search(p, k, writes=())
+    lists = [Array(found[name], (B * M, k)) for name in ("distances", "indices")]
+    out, rows = p.buffer("out", (B, M, F), wide), Array(p.dense("features", wide), (B * N, F))
+    args = M, N, cpu.add_rates(p, width, B), rows, *lists, Array(out, (B * M, F))
+    p.run(weigh, B * M, args, grain=_enough(k, F), writes=["out"])
+    return p.returns(p.rounded(out, (B, M, F), features.dtype), found["distances"], found["indices"])
 
 
-def backward(
-    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool
-) -> list[Tensor]:
-    *_index, sigma, width, k, distances, indices = rest
-    (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    q, p = trees.three(queries), trees.three(points)
-    go, f = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1)
-    shares, slopes = (go.new_empty(B * M * k) for _ in range(2))
-    g_queries, g_widths = go.new_empty(B * M, 3), go.new_empty(B, M, dtype=torch.float64)
-    lengths = distances.reshape(-1, k), indices.reshape(-1, k), shares.view(-1, k), slopes.view(-1, k)
-    arrays = (array(x) for x in (q, p, f, go, *lengths, g_queries, g_widths.view(-1)))
+@by_threads
+def backward_pass(
+    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool
+) -> Pass:
+    *search, sigma, width, k, distances, indices = rest
+    (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
+    operands = cpu.named(queries, points, features, *search, sigma=sigma, width=None, k=None)
+    p = CpuPass(wide, dict(grad=grad, **operands, distances=distances, indices=indices))
+    q, x = cpu.coordinates(p, "queries"), cpu.coordinates(p, "points")
+    go, f = p.dense("grad", wide), p.dense("features", wide)
+    lengths, numbers = p.dense("distances", distances.dtype), p.dense("indices", indices.dtype)
+    shares, slopes = (p.buffer(name, (B * M, k), wide) for name in ("shares", "slopes"))
+    g_queries, g_widths = p.buffer("d_queries", (B, M, 3), wide), p.buffer("d_widths", (B, M), torch.float64)
+    arrays = [Array(f, (B * N, F)), Array(go, (B * M, F)), *(Array(s, (B * M, k)) for s in (lengths, numbers, shares, slopes))]
     moved = needs[0] or needs[1] or needs[3]
     few = np.float32 if wide == torch.float32 and k <= BLOCK else np.float64  # sums of so few terms need no wider ones
-    run(pull, B * M, M, N, moved, few(0), rates(sigma, width, B), *arrays, grain=max(1, 2**14 // (k * max(8, F))))
-    found: dict[str, Tensor] = {}
-    if needs[1] or needs[2]:
-        of_points = lists(array(indices.reshape(-1)), np.arange(B * M + 1, dtype=np.int64) * k, B, M, N)
-        g_points, g_features = sums(of_points, slopes, q, p, shares if needs[2] else None, go, bool(needs[1]))
-        found["features"] = g_features.view(B, N, F) if needs[2] else g_features
-        found["points"] = g_points[:, :D].reshape(B, N, D) if needs[1] else g_points
-    found["queries"], found["sigma"] = g_queries[:, :D].reshape(queries.shape), g_widths.sum(1)
-    of = dict(zip(NAMES, (queries, points, features, sigma)))
-    return [found[name].to(of[name].dtype).contiguous() for name, need in zip(NAMES, needs) if need]
+    args = M, N, moved, few(0), cpu.add_rates(p, width, B), q, x, *arrays, Array(g_queries, (B * M, 3)), Array(g_widths, (B * M,))
+    p.run(pull, B * M, args, grain=_enough(k, F), writes=["queries"] if needs[0] else [])
+    found: dict[str, str] = {}
+    if needs[0]:
+        found["queries"] = cpu.columns(p, g_queries, queries)
+    if wants := [name for name, need in zip(NAMES[1:3], needs[1:3]) if need]:
+        from_lists = numbers, cpu.add_entries(p, B * M, k), slopes, q.slot, x.slot
+        made = cpu.add_gather(p, from_lists, (B, M, N), B * M * k, shares if needs[2] else None, go, F, wants)
+        found |= dict(zip(wants, made))
+    if needs[1]:
+        found["points"] = cpu.columns(p, found["points"], points)
+    if needs[2]:
+        found["features"] = p.rounded(found["features"], features.shape, features.dtype)
+    if needs[3]:
+        found["sigma"] = cpu.add_widths(p, g_widths, sigma)
+    return p.returns(*(found[name] for name, need in zip(NAMES, needs) if need))
 
 
-def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    *index, sigma, _width, k = rest
-    wide = accumulator(queries, features, sigma)
-    (B, M, D), (_, N, F), size = queries.shape, features.shape, wide.itemsize
-    (search,) = cpu.search_kernels((queries, points, *index), k, (False, False))
-    rounded, invariant = features.dtype != wide, Determinism.BATCH_INVARIANT
-    copies = copied(features, wide)
-    made = [
-        Kernel(search.name, (), search.accumulator, invariant, search.workspace),
-        Kernel(weigh.__name__, ("out",), wide, invariant, copies + rounded * B * M * F * size),
-    ]
-    names = [name for name, need in zip(NAMES, needs) if need]
-    if names:
-        padded = (D < 3) * 3 * B * (M + N) * queries.dtype.itemsize
-        pieces = B * (N + M * k // 4096) * (3 + F) * size
-        used = copies + padded + pieces + B * M * (8 + (2 * k + 3 + rounded * F) * size)
-        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
-        if needs[1] or needs[2]:
-            writes = tuple(n for n in names if n in ("points", "features"))
-            made.append(Kernel(gather.__name__, writes, wide, invariant, used, "backward"))
-        if needs[3]:
-            made.append(Kernel("torch.sum", ("sigma",), wide, Determinism.RUN_TO_RUN, used, "backward"))
-    return made
+def _enough(k: int, F: int) -> int:
+    """Rows that are worth a thread."""
+    return max(1, 2**14 // (k * max(8, F)))
 
 
 @part

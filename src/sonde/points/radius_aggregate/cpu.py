@@ -7,88 +7,78 @@ of a single neighbour it is exactly 1, and what it gives to queries and points e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, exact_part, jit, part, run
+from ...jit.steps import Pass
+from ...op.cpu import NUMPY, exact_part, jit, part
+from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.lanes import LANES, load, store, store_some, where
-from ...op.memory import dense, empty
-from ...op.plan import Determinism, Kernel
 from .._search import cpu
 from .._search import cpu_tree as trees
-from .._search.cpu_rows import BLOCK, add_block, copied, dot, falls, finite, folded, rates, times
+from .._search.cpu_rows import BLOCK, add_block, dot, falls, finite, folded, times
 
 NAMES = ("queries", "points", "features", "sigma")
 LEAP = 4.0  # widths that a point must be nearer than the one that weighs 1 before it takes that place
 SHRINK = 2.0**-40  # of weights, where a sum of features has overflowed: no sum of 2³¹ terms of up to exp(LEAP) does so then
 
 
-def forward(queries: Tensor, points: Tensor, features: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius = rest
+@by_threads
+def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
+    *search, sigma, width, radius = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    out, levels = empty((B, M, F), wide), queries.new_empty(B, M, 2, dtype=wide)
-    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
-    (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    arrays = (array(x) for x in (dense(features, wide).flatten(0, 1), out.flatten(0, 1), levels.flatten(0, 1)))
-    by = trees.spatial_order(rows, B)
-    run(weigh, B * M, M, N, bound, rates(sigma, width, B), rows, by, mine, *tree[:4], tree.nodes, *arrays, grain=64)
-    return out.to(features.dtype), levels
+    p = CpuPass(wide, cpu.named(queries, points, features, *search, sigma=sigma))
+    tree, rows = cpu.add_tree(p), cpu.add_rows(p)
+    out, levels = p.buffer("out", (B, M, F), wide), p.buffer("levels", (B, M, 2), wide)
+    bound = cpu.scalar(queries.dtype, cpu.ball(radius, queries.dtype))
+    arrays = Array(p.dense("features", wide), (B * N, F)), Array(out, (B * M, F)), Array(levels, (B * M, 2))
+    args = M, N, bound, cpu.add_rates(p, width, B), *rows, *tree, *arrays
+    p.run(weigh, B * M, args, grain=64, writes=["out"], scratch=trees.leaves_bytes(N))
+    return p.returns(p.rounded(out, (B, M, F), features.dtype), levels)
 
 
-def backward(
-    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool
-) -> list[Tensor]:
-    order, ordered, boxes, _, _, _, query_offsets, point_offsets, sigma, width, radius, levels = rest
-    (B, M, D), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    go, f, s = dense(grad, wide).flatten(0, 1), dense(features, wide).flatten(0, 1), rates(sigma, width, B)
-    (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    means, g_widths = (go.new_empty(B * M, dtype=torch.float64) for _ in range(2))
-    g_queries = go.new_empty(B * M, 3)
-    found: dict[str, Tensor] = {}
-    arrays = [array(x) for x in (f, go, levels.reshape(-1, 2), means)]
+@by_threads
+def backward_pass(
+    grad: Tensor, queries: Tensor, points: Tensor, features: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool
+) -> Pass:
+    *search, sigma, width, radius, levels = rest
+    (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
+    operands = cpu.named(queries, points, features, *search, sigma=sigma, width=None, radius=None)
+    p = CpuPass(wide, dict(grad=grad, **operands, levels=levels))
+    bound, means = cpu.scalar(queries.dtype, cpu.ball(radius, queries.dtype)), p.buffer("means", (B * M,), torch.float64)
+    arrays = [
+        Array(p.dense("features", wide), (B * N, F)), Array(p.dense("grad", wide), (B * M, F)),
+        Array(p.dense("levels", levels.dtype), (B * M, 2)), Array(means, (B * M,)),
+    ]  # fmt: skip
+    found: dict[str, str] = {}
     if needs[0] or needs[1] or needs[3]:
-        tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-        rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
-        by, results = trees.spatial_order(rows, B), (array(g_queries), array(g_widths))
-        run(pull, B * M, M, N, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
-        found["queries"], found["sigma"] = g_queries[:, :D].reshape(queries.shape), g_widths.view(B, M).sum(1)
-    if needs[1] or needs[2]:
-        tree = cpu.tree_of(queries, None, None, None, query_offsets)
-        rows, mine = array(trees.three(points)), trees.segment_of(point_offsets, N)
-        g_points = go.new_empty(B * N if needs[1] else 0, 3)
-        g_features = empty((B * N if needs[2] else 0, F), wide)
-        by, results = trees.spatial_order(rows, B), (array(g_points), array(g_features))
-        run(push, B * N, N, M, bound, s, rows, by, mine, *tree[:4], tree.nodes, *arrays, *results, grain=64)
-        found["points"] = g_points[:, :D].reshape(points.shape) if needs[1] else g_points
-        found["features"] = g_features.view(features.shape) if needs[2] else g_features
-    of = dict(zip(NAMES, (queries, points, features, sigma)))
-    return [found[name].to(of[name].dtype).contiguous() for name, need in zip(NAMES, needs) if need]
-
-
-def plan(queries: Tensor, points: Tensor, features: Tensor, *rest, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    sigma = rest[-3]
-    wide = accumulator(queries, features, sigma)
-    (B, M, D), (_, N, F), size = queries.shape, features.shape, wide.itemsize
-    invariant, rounded = Determinism.BATCH_INVARIANT, features.dtype != wide
-    index = cpu.index_bytes(points) if rest[0] is None else 0
-    padded = (D < 3) * 3 * B * (M + 2 * N) * queries.dtype.itemsize
-    copies = copied(features, wide) + rounded * B * M * F * size
-    made = [Kernel(weigh.__name__, ("out",), wide, invariant, index + padded + copies)]
-    names = [name for name, need in zip(NAMES, needs) if need]
-    used = index + padded + copies + B * M * 16 + B * (M + N) * 3 * size + rounded * B * N * F * size
-    if needs[0] or needs[1] or needs[3]:
-        made.append(Kernel(pull.__name__, ("queries",) if needs[0] else (), wide, invariant, used, "backward"))
+        tree, rows = cpu.add_tree(p), cpu.add_rows(p)
+        g_queries, g_widths = p.buffer("d_queries", (B, M, 3), wide), p.buffer("d_widths", (B, M), torch.float64)
+        results = Array(g_queries, (B * M, 3)), Array(g_widths, (B * M,))
+        args = M, N, bound, cpu.add_rates(p, width, B), *rows, *tree, *arrays, *results
+        p.run(pull, B * M, args, grain=64, writes=["queries"] if needs[0] else [], scratch=trees.leaves_bytes(N))
+        if needs[0]:
+            found["queries"] = cpu.columns(p, g_queries, queries)
         if needs[3]:
-            made.append(Kernel("torch.sum", ("sigma",), wide, Determinism.RUN_TO_RUN, used, "backward"))
-    if needs[1] or needs[2]:
-        used += cpu.index_bytes(queries) + (D < 3) * 3 * B * (N + 2 * M) * queries.dtype.itemsize
-        writes = tuple(n for n in names if n in ("points", "features"))
-        made.append(Kernel(push.__name__, writes, wide, invariant, used, "backward"))
-    return made
+            found["sigma"] = cpu.add_widths(p, g_widths, sigma)
+    if wants := [name for name, need in zip(NAMES[1:3], needs[1:3]) if need]:
+        tree, rows = cpu.add_tree(p, "queries", "query_offsets", given=False), cpu.add_rows(p, "points", "point_offsets")
+        sizes = dict(points=3, features=F)
+        made = {name: p.buffer(f"d_{name}", (B, N, sizes[name]), wide) for name in wants}
+        written = [
+            Array(made[name], (B * N, n)) if name in made else np.empty((0, n), NUMPY[wide]) for name, n in sizes.items()
+        ]  # fmt: skip
+        args = N, M, bound, cpu.add_rates(p, width, B), *rows, *tree, *arrays, *written
+        p.run(push, B * N, args, grain=64, writes=wants, scratch=trees.leaves_bytes(M))
+        if needs[1]:
+            found["points"] = cpu.columns(p, made["points"], points)
+        if needs[2]:
+            found["features"] = p.rounded(made["features"], features.shape, features.dtype)
+    return p.returns(*(found[name] for name, need in zip(NAMES, needs) if need))
 
 
 @jit

@@ -1,48 +1,109 @@
-"""``radius_search`` on CPUs: count, then list and sort."""
+"""``radius_search`` on CPUs: count, then list and sort.
+
+How long its lists are is in the data. So it has two forward passes, and lists are allocated between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.cpu import array, jit, part, run
+from ...jit.steps import Pass
+from ...op.cache import CallCache
+from ...op.calls import plain
+from ...op.cpu import NUMPY, jit, part
+from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
+from ...op.memory import dense
 from ...op.plan import Kernel
 from .._search import cpu
 from .._search import cpu_tree as trees
 
-
-def forward(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    order, ordered, boxes, _, _, _, query_offsets, point_offsets, radius = rest
-    (B, M, _), N = queries.shape, points.shape[1]
-    tree = cpu.tree_of(points, order, ordered, boxes, point_offsets)
-    rows, mine = array(trees.three(queries)), trees.segment_of(query_offsets, M)
-    (bound,) = cpu.scalars(queries.dtype, cpu.ball(radius, queries.dtype))
-    offsets = queries.new_zeros(B * M + 1, dtype=torch.int64)
-    given = M, N, bound, rows, trees.spatial_order(rows, B), mine, *tree[:4], tree.nodes, array(offsets)
-    nobody = queries.new_empty(0, dtype=torch.int64), queries.new_empty(0)
-    run(within, B * M, *given, *(array(x) for x in nobody), grain=64)
-    offsets.cumsum_(0)
-    found = int(offsets[-1])
-    indices, distances = queries.new_empty(found, dtype=torch.int64), queries.new_empty(found)
-    if found:
-        run(within, B * M, *given, array(indices), array(distances), grain=64)
-    return offsets, indices, distances
+_passes: CallCache[Callable] = CallCache()
 
 
-def backward(grad: Tensor, *args, needs: Sequence[bool], deterministic: bool):
+def _prepared(record: Callable[..., ByThreads], key: tuple | None, *args: Any, **how: Any) -> Callable[..., Any]:
+    """The pass that `record` makes of such arguments; `key` is that of those whose sizes are not in the data."""
+    if key is None:
+        return record(*args, **how).bind()
+    key = record.__name__, *how.values(), key
+    return _passes.get(key) or _passes.put(key, record(*args, **how).bind())
+
+
+def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (*operands, _), queries, key = args, args[0], plain(args)
+    offsets, *rows = _prepared(_count, key, *args)(*operands)
+    total = int(offsets[-1])
+    lists = queries.new_empty(total, dtype=torch.int64), queries.new_empty(total)
+    if total:
+        given = offsets, *lists, rows[0] if rows else None
+        _prepared(_fill, key, *args, *given)(*operands, None, *given)
+    return offsets, *lists
+
+
+@by_threads
+def _count(*args: Any) -> Pass:
+    """The pass to the lists' offsets, and to the order in which queries go, if they were sorted."""
+    *operands, radius = args
+    (B, M, _), dtype = operands[0].shape, operands[0].dtype
+    p = CpuPass(dtype, cpu.named(*operands[:2], None, *operands[2:]))
+    offsets = p.buffer("offsets", (B * M + 1,), torch.int64, fill=0)
+    nobody = np.empty(0, np.int64), np.empty(0, NUMPY[dtype])
+    rows = _add_within(p, radius, [Array(offsets, (B * M + 1,)), *nobody], ["offsets"])
+    p.call("torch.cumsum", lambda counts: counts.cumsum_(0), [offsets])
+    return p.returns(offsets, *([rows.slot] if isinstance(rows, Array) else []))
+
+
+@by_threads
+def _fill(*args: Any) -> Pass:
+    """The pass that writes indices and distances."""
+    *operands, radius, offsets, indices, distances, rows = args
+    lists = dict(radius=None, offsets=offsets, indices=indices, distances=distances, rows=rows)
+    p = CpuPass(operands[0].dtype, cpu.named(*operands[:2], None, *operands[2:], **lists))
+    results = [Array("offsets", tuple(offsets.shape)), Array("indices", None), Array("distances", None)]
+    _add_within(p, radius, results, ["indices", "distances"])
+    return p
+
+
+def _add_within(p: CpuPass, radius: float, results: Sequence[Any], writes: Sequence[str]) -> Any:
+    """Returns in which order queries go."""
+    queries, points = p.given["queries"], p.given["points"]
+    assert queries is not None
+    assert points is not None
+    (B, M, _), N, bound = queries.shape, points.shape[1], cpu.scalar(queries.dtype, cpu.ball(radius, queries.dtype))
+    tree, rows = cpu.add_tree(p), cpu.add_rows(p)
+    p.run(within, B * M, [M, N, bound, *rows, *tree, *results], grain=64, writes=writes, scratch=trees.leaves_bytes(N))
+    return rows[1]
+
+
+def backward(grad: Tensor, *args: Any, needs: Sequence[bool], deterministic: bool) -> tuple[Tensor, ...]:
     queries, points, *_rest, offsets, indices, distances = args
-    return cpu.list_gradients(grad, queries, points, distances, indices, array(offsets), needs)
+    grad = dense(grad, queries.dtype)
+    given = queries, points, offsets.contiguous(), grad, distances.contiguous(), indices.contiguous(), torch.empty_like(grad)
+    return _prepared(_gradients, plain(given[:3]), *given, needs=tuple(needs))(*given)
 
 
-def plan(*args, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    """How long the lists are is not known, nor is what they take."""
-    search, *gradients = cpu.search_kernels(args[:-1], 0, needs)
-    passes = ("offsets",), ("indices", "distances")
-    return [replace(search, name=within.__name__, writes=writes) for writes in passes] + gradients
+@by_threads
+def _gradients(*args: Tensor, needs: Sequence[bool]) -> Pass:
+    given = dict(zip(("queries", "points", "offsets", "grad", "distances", "indices", "slopes"), args))
+    p, of_lists = CpuPass(args[0].dtype, given), [Array(name, None) for name in ("grad", "distances", "indices", "slopes")]
+    return cpu.list_gradients(p, Array("offsets", tuple(args[2].shape)), of_lists, 0, needs)
+
+
+def plan(*args: Any, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
+    """How long the lists are is not known, nor is what they take: the plan is that of empty ones."""
+    queries, points = args[:2]
+    B, M, _ = queries.shape
+    offsets, indices = (torch.empty(n, dtype=torch.int64, device="meta") for n in (B * M + 1, 0))
+    distances, rows = torch.empty(0, dtype=queries.dtype, device="meta"), torch.empty(B * M, dtype=torch.int64, device="meta")
+    lists = offsets, indices, distances, rows if M >= trees.ORDERED else None
+    found = _count(*args).plan("forward") + _fill(*args, *lists).plan("forward")
+    if any(needs):
+        found += _gradients(queries, points, offsets, distances, distances, indices, distances, needs=needs).plan("backward")
+    return found
 
 
 @jit

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....op.cpu import array, jit, run
-from ....op.plan import Determinism, Kernel
+from ....jit.steps import Pass
+from ....op.cpu import array, jit
+from ....op.cpu_steps import Array, CpuPass, by_threads
 from .reference import START, STEP, bits_of
 
 PIECE = 2**15  # coordinates
 
 
-def forward(points: Tensor) -> Tensor:
+@by_threads
+def forward_pass(points: Tensor) -> Pass:
     B, n = points.shape[0], points.shape[1] * points.shape[2]
-    pieces = max(1, -(-n // PIECE))
-    parts = torch.empty(B * pieces, dtype=torch.int64, device=points.device)
-    bits = bits_of(points.contiguous()).view(-1)
-    run(add, B * pieces, n, pieces, np.int64(START), np.int64(STEP), array(bits), array(parts), grain=32)
-    return parts.view(B, pieces).sum(1)
-
-
-def backward(*_args, needs: Sequence[bool], deterministic: bool) -> tuple:
-    return ()
-
-
-def plan(points: Tensor, *, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    return [Kernel(add.__name__, ("hash",), torch.int64, Determinism.BATCH_INVARIANT)]
+    p, pieces = CpuPass(torch.int64, dict(points=points)), max(1, -(-n // PIECE))
+    own = p.contiguous("points")
+    assert own is not None
+    converted = points.shape if points.dtype.itemsize < 4 else ()
+    bits = p.derive("bits", own, lambda x: array(bits_of(x).view(-1)), converted, torch.int32)
+    parts = p.buffer("parts", (B, pieces), torch.int64)
+    args = n, pieces, np.int64(START), np.int64(STEP), bits, Array(parts, (B * pieces,))
+    p.run(add, B * pieces, args, grain=32)
+    gives = [("hash", (B,), torch.int64)]
+    return p.returns(*p.call("torch.sum", lambda x: x.sum(1), [parts], gives, writes=["hash"])).returning_one()
 
 
 @jit

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....op.cpu import array, jit, part, run
-from ....op.plan import Determinism, Kernel
+from ....jit.steps import Pass
+from ....op.cpu import jit, part
+from ....op.cpu_steps import Array, CpuPass, by_threads
+from ....op.layout import outline
 from .. import cpu_tree as trees
 from .reference import nodes
 
@@ -17,28 +19,48 @@ SUBTREES = 16  # that threads share, of a tree of more than so many points
 MANY = 4096
 
 
-def forward(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    B, N, D = points.shape
-    found = trees.segments(point_offsets, N)
-    count = nodes(N, len(found))
-    order = torch.arange(N, dtype=torch.int32, device=points.device).repeat(B, 1)
-    ordered = points.new_empty(points.shape).copy_(points.detach())
-    boxes = points.new_full((B, count, 2, D), torch.inf)
+class Built(NamedTuple):
+    """Slots of an index, and how many nodes its trees have."""
+
+    order: str  # [B, N]
+    ordered: str  # [B, N, D]
+    boxes: str  # [B, nodes, 2, D]
+    nodes: int
+
+
+@by_threads
+def forward_pass(points: Tensor, point_offsets: Tensor | None) -> Pass:
+    p = CpuPass(points.dtype, dict(points=points, point_offsets=point_offsets))
+    return p.returns(*add_index(p, "points", "point_offsets", writes=["index"])[:3])
+
+
+def add_index(p: CpuPass, points: str, offsets: str, writes: list[str]) -> Built:
+    """The steps to the index of the argument `points`, whose ragged batch the argument `offsets` describes."""
+    x, ends = p.given[points], p.given[offsets]
+    assert x is not None
+    B, N, D = x.shape
+    S = 1 if ends is None else ends.shape[0] - 1
+    count, segments = nodes(N, S), add_segments(p, offsets, N)
+    new = p._allocator(outline(x.shape), x.dtype)
+    order = p.derive("order", None, lambda: torch.arange(N, dtype=torch.int32, device="cpu").repeat(B, 1), (B, N), torch.int32)
+    ordered = p.derive("sorted", points, lambda x: new().copy_(x.detach()), x.shape, x.dtype)
+    boxes = p.buffer("boxes", (B, count, 2, D), x.dtype, fill=torch.inf)
+    rows = Array(ordered, (B * N, D))
+    args = segments, N, count, Array(order, (B * N,)), rows, Array(boxes, (B * count, 2, D))
     levels = SUBTREES.bit_length() - 1 if N > MANY else 0  # the first of them one after the other
-    arrays = found, N, count, array(order.view(-1)), array(ordered.view(-1, D)), array(boxes.view(-1, 2, D))
-    run(finite, B * N, arrays[4], grain=2**14)
+    p.run(finite, B * N, [rows], grain=2**14, accumulator=x.dtype)
     for level in range(levels):
-        run(split, B * len(found) << level, level, level + 1, *arrays)
-    run(split, B * len(found) << levels, levels, 64, *arrays, grain=max(1, 2**11 // max(1, N >> levels)))
-    return order, ordered, boxes
+        p.run(split, B * S << level, [level, level + 1, *args], accumulator=x.dtype)
+    enough = max(1, 2**11 // max(1, N >> levels))
+    p.run(split, B * S << levels, [levels, 64, *args], grain=enough, writes=writes, accumulator=x.dtype)
+    return Built(order, ordered, boxes, count)
 
 
-def backward(*args, needs: Sequence[bool], deterministic: bool) -> tuple:
-    return ()
-
-
-def plan(points: Tensor, point_offsets: Tensor | None, *, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    return [Kernel(split.__name__, ("index",), points.dtype, Determinism.BATCH_INVARIANT)]
+def add_segments(p: CpuPass, offsets: str, N: int) -> Any:
+    """``[S, 4]``, as kernels take it; read from the offsets of a ragged batch by each call."""
+    if p.given[offsets] is None:
+        return trees.segments(None, N)
+    return p.view("segments", offsets, lambda ends: trees.segments(ends, N))  # type: ignore[arg-type, return-value]
 
 
 @jit
