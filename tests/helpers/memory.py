@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.operators import tuple_of
 from helpers.spies import around
-from sonde.op import memory, torch_private
+from sonde.op import allocator, torch_private
 from sonde.op.cache import forget_calls
 from sonde.operators import Operator
 
@@ -71,7 +71,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
         return buffer.as_strided(t.shape, t.stride(), pad)
 
     forget_calls()  # what was decided has found its functions
-    reused, memory.CAN_COUNT_OWNERS = memory.CAN_COUNT_OWNERS, False
+    reused, allocator.CAN_COUNT_OWNERS = allocator.CAN_COUNT_OWNERS, False
     owners: list[tuple] = [(torch, n) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n) for n in ("new_empty", "new_empty_strided")]
     owners += [(torch_private, n) for n in ("_empty_strided_cpu", "_empty_strided_cuda") if getattr(torch_private, n)]
@@ -86,7 +86,7 @@ def poisoned(pad: int = 64) -> Iterator[None]:
                 setattr(owner, n, real)
             else:
                 delattr(owner, n)
-        memory.CAN_COUNT_OWNERS = reused
+        allocator.CAN_COUNT_OWNERS = reused
         forget_calls()
     for buffer, span, bad in fences:
         edges = torch.cat([buffer[:pad], buffer[pad + span :]])
@@ -142,5 +142,5 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
     around(monkeypatch, operator.kernels(impl), watch)
     for device in ("cpu", "cuda"):  # no mode sees what these do
         monkeypatch.setattr(torch_private, f"_empty_strided_{device}", None)
-    monkeypatch.setattr(memory, "CAN_COUNT_OWNERS", False)  # nor memory that is used again
+    monkeypatch.setattr(allocator, "CAN_COUNT_OWNERS", False)  # nor memory that is used again
     return found

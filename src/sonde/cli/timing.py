@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..op import memory
+from ..op import allocator
 
 REPEATS = 7  # at least, unless one takes half a second on a GPU
 TURNS = 5  # of contenders on a GPU
@@ -107,7 +107,7 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        memory.forget()  # or the call would find some of its results there
+        allocator.forget()  # or the call would find some of its results there
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it greets on stderr
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             held = call()

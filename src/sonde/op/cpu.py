@@ -48,7 +48,7 @@ def part(function: Callable) -> Callable:
 
 
 def exact_part(function: Callable) -> Callable:
-    """The same with every operation rounded as it is written, but for ``lanes.fma``; where it matters where a sum ends up.
+    """The same with every operation rounded as it is written, but for ``simd.fma``; where it matters where a sum ends up.
 
     Said aloud, since a callee inherits its caller's ``fastmath``; and operators of lanes have that of the part they are in.
     """

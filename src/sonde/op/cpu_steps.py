@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..jit.steps import Pass, Slot, Step
-from . import cpu, memory
+from . import allocator, cpu
 from .layout import outline, outline_of
 from .plan import Determinism, Kernel
 
@@ -30,21 +30,21 @@ class Array(NamedTuple):
 
 
 class CpuPass(Pass):
-    """Buffers are allocated by :mod:`~sonde.op.memory`: in the memory of earlier results."""
+    """Buffers are allocated by :mod:`~sonde.op.allocator`: in the memory of earlier results."""
 
     def __init__(self, accumulator: torch.dtype, given: Mapping[str, Tensor | None]) -> None:
         super().__init__(CPU, accumulator, given)
         self.threads = torch.get_num_threads()
 
     def _allocator(self, like: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-        return memory.allocator(tuple(like.shape), tuple(like.stride()), dtype)
+        return allocator.allocator_of(tuple(like.shape), tuple(like.stride()), dtype)
 
     def dense(self, name: str, dtype: torch.dtype, part: Callable[[Tensor], Tensor] | None = None) -> str:
         """An argument, or `part` of it, contiguous and of this dtype: where it is neither, a copy."""
         t = self.given[name]
         assert t is not None
         t = t if part is None else part(t)
-        if memory.is_dense(t, dtype):
+        if allocator.is_dense(t, dtype):
             return name if part is None else self.view(name, name, part)
 
         new = self._allocator(outline(t.shape), dtype)

@@ -19,8 +19,8 @@ from ...jit.steps import Pass
 from ...op.cpu import NUMPY
 from ...op.cpu_steps import Array, CpuPass
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES
 from ...op.layout import memory_format, outline
+from ...op.simd import LANES
 from .._scatter.cpu_sums import BLOCK, crowd_bytes
 from .cpu_kernels import per_channel, per_query
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ...op.cpu import exact_part, jit, part
-from ...op.lanes import LANES, fma, load, spread, store, total
+from ...op.simd import LANES, fma, load, spread, store, total
 from .._scatter.cpu_sums import BLOCK, HITS, LENGTH, clear, crowd_of, flush, met, move, settle
 
 TILE = 32  # samples of a query in work at one time: their taps stay in the first cache

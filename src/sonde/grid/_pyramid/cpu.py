@@ -23,9 +23,9 @@ from ...op.cache import CallCache
 from ...op.cpu import NUMPY
 from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES
 from ...op.layout import outline_of
 from ...op.plan import Kernel
+from ...op.simd import LANES
 from ...op.torch_private import is_fake
 from .._scatter.cpu_sums import BLOCK, LENGTH, crowd_bytes
 from .cpu_kernels import per_channel, per_unit

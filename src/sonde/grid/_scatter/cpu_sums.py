@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...op.cpu import array_part, part
-from ...op.lanes import LANES, cast, load, spread, store, store_some
+from ...op.simd import LANES, cast, load, spread, store, store_some
 
 BLOCK = 64  # terms
 LENGTH = BLOCK * LANES  # channels of a dot product, each lane of which has a sum of its own

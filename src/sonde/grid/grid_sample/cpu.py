@@ -19,9 +19,9 @@ from ...jit.steps import Pass
 from ...op.cpu import array_part, exact_part, jit, part
 from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES, fma, load, spread, store, total
 from ...op.layout import memory_format, outline
 from ...op.plan import Determinism
+from ...op.simd import LANES, fma, load, spread, store, total
 from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import (
     LENGTH,

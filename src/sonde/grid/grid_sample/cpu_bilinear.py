@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...op.cpu import array_part, called_part, exact_part, jit, part
-from ...op.lanes import (
+from ...op.simd import (
     LANES,
     cast,
     everywhere,

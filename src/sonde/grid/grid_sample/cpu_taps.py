@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...op.cpu import exact_part, part
-from ...op.lanes import LANES, cast, floor, intrinsic, load, magnitude, store, where
+from ...op.simd import LANES, cast, floor, intrinsic, load, magnitude, store, where
 
 BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
 FAR = 2.0**30

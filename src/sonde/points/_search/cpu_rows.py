@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...op.cpu import array, exact_part, part
-from ...op.lanes import LANES, everywhere, fma, load, spread, store, total, where
+from ...op.simd import LANES, everywhere, fma, load, spread, store, total, where
 
 BLOCK = 32  # terms
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ...op.allocator import zeros
 from ...op.cpu import array, jit, part, run
-from ...op.lanes import LANES, fma, load, spread, store_some
-from ...op.memory import zeros
+from ...op.simd import LANES, fma, load, spread, store_some
 from .cpu_rows import BLOCK, added, together
 
 PIECE = 4096  # entries

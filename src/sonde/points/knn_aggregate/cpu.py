@@ -13,7 +13,7 @@ from ...jit.steps import Pass
 from ...op.cpu import jit, part
 from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES, fma, load, spread, store_some
+from ...op.simd import LANES, fma, load, spread, store_some
 from .._search import cpu
 from .._search.cpu_rows import BLOCK, added, dot, falls, times, together
 

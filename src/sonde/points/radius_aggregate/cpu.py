@@ -17,7 +17,7 @@ from ...jit.steps import Pass
 from ...op.cpu import NUMPY, exact_part, jit, part
 from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.lanes import LANES, load, store, store_some, where
+from ...op.simd import LANES, load, store, store_some, where
 from .._search import cpu
 from .._search import cpu_tree as trees
 from .._search.cpu_rows import BLOCK, add_block, dot, falls, finite, folded, times

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...jit.steps import Pass
+from ...op.allocator import dense
 from ...op.cache import CallCache
 from ...op.calls import plain
 from ...op.cpu import NUMPY, jit, part
 from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
-from ...op.memory import dense
 from ...op.plan import Kernel
 from .._search import cpu
 from .._search import cpu_tree as trees

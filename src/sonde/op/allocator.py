@@ -49,7 +49,7 @@ class Kept:
 _kept: deque[Kept] = deque(maxlen=16)
 
 
-def allocator(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+def allocator_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
     """What allocates uninitialised tensors of this shape and these strides, which leave no gaps."""
     shape, strides, size = tuple(shape), tuple(strides), prod(shape) * dtype.itemsize
     if not CAN_COUNT_OWNERS or not SMALLEST <= size <= ROOM:
@@ -74,7 +74,7 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 
 def empty(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     strides = torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
-    return allocator(shape, strides, dtype)()
+    return allocator_of(shape, strides, dtype)()
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:

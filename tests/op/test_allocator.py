@@ -6,25 +6,25 @@ import pytest
 import torch
 
 import sonde
-from sonde.op import memory
+from sonde.op import allocator
 
 
 @pytest.mark.parametrize("size", [(2, 3, 5), (1, 1, 1 << 20), (2, 3, 1001, 777)], ids=str)
 def test_memory_of_results(size, monkeypatch):
     """Large pages are asked for within a result, never around it; what it holds does not depend on them."""
-    memory.forget()
+    allocator.forget()
     advice = []
-    monkeypatch.setattr(memory, "_madvise", lambda *given: advice.append(given))
-    out = memory.empty(size, torch.float32)
+    monkeypatch.setattr(allocator, "_madvise", lambda *given: advice.append(given))
+    out = allocator.empty(size, torch.float32)
     assert out.shape == size
     assert out.is_contiguous()
-    assert len(advice) == (out.nbytes >= 2 * memory.LARGE_PAGE)
+    assert len(advice) == (out.nbytes >= 2 * allocator.LARGE_PAGE)
     for start, length, _ in advice:
-        assert start % memory.LARGE_PAGE == length % memory.LARGE_PAGE == 0
+        assert start % allocator.LARGE_PAGE == length % allocator.LARGE_PAGE == 0
         assert out.data_ptr() <= start < start + length <= out.data_ptr() + out.nbytes
     monkeypatch.undo()
     layout = torch.channels_last if len(size) == 4 else torch.contiguous_format
-    out = memory.zeros(size, torch.float64, layout)
+    out = allocator.zeros(size, torch.float64, layout)
     assert out.is_contiguous(memory_format=layout)
     assert out.dtype == torch.float64
     assert not out.any()
@@ -32,27 +32,27 @@ def test_memory_of_results(size, monkeypatch):
 
 def test_no_large_pages_where_they_go_back_to_a_host(tmp_path):
     order = tmp_path / "order"
-    assert not memory._gives_pages_back(order)
+    assert not allocator._gives_pages_back(order)
     for words, given in (("9\n", True), ("0\n", True), ("11\n", False), (f"{2**32 - 1}\n", False), ("-1\n", False), ("", False)):
         order.write_text(words)
-        assert memory._gives_pages_back(order) == given
+        assert allocator._gives_pages_back(order) == given
 
 
 def test_memory_of_results_is_used_again():
     """By the next of as many bytes, whatever its shape, dtype and layout."""
-    memory.forget()
-    out = memory.empty((4, 8, 64, 512), torch.float32).fill_(3)
+    allocator.forget()
+    out = allocator.empty((4, 8, 64, 512), torch.float32).fill_(3)
     place = out.data_ptr()
-    assert memory.empty((4, 8, 64, 512), torch.float32).data_ptr() != place
+    assert allocator.empty((4, 8, 64, 512), torch.float32).data_ptr() != place
     del out
-    again = memory.zeros((8, 16, 64, 64), torch.float64, torch.channels_last)
+    again = allocator.zeros((8, 16, 64, 64), torch.float64, torch.channels_last)
     assert again.data_ptr() == place
     assert again.is_contiguous(memory_format=torch.channels_last)
     assert not again._is_view()
     assert not again.any()
     del again
     for count in (1 << 18, 1 << 19, 1 << 21):
-        assert memory.empty((count,), torch.float32).untyped_storage().nbytes() == 4 * count
+        assert allocator.empty((count,), torch.float32).untyped_storage().nbytes() == 4 * count
 
 
 KEEPERS = {
@@ -66,26 +66,26 @@ KEEPERS = {
 
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_memory_that_somebody_has_is_left_alone(keeper):
-    memory.forget()
-    out = memory.empty((1 << 20,), torch.float32).fill_(3)
+    allocator.forget()
+    out = allocator.empty((1 << 20,), torch.float32).fill_(3)
     place, kept = out.data_ptr(), KEEPERS[keeper](out)
     del out
-    other = memory.empty((1 << 20,), torch.float32)
+    other = allocator.empty((1 << 20,), torch.float32)
     assert other.data_ptr() != place
     del kept
     if keeper == "numpy":  # which leaves a storage that nobody can resize
-        assert memory.empty((1 << 20,), torch.float32).untyped_storage().resizable()
+        assert allocator.empty((1 << 20,), torch.float32).untyped_storage().resizable()
     else:
-        assert memory.empty((1 << 20,), torch.float32).data_ptr() == place
+        assert allocator.empty((1 << 20,), torch.float32).data_ptr() == place
 
 
 def test_shared_memory_is_not_kept():
     """Another process may have it."""
-    memory.forget()
-    out = memory.empty((1 << 20,), torch.float32).share_memory_()
+    allocator.forget()
+    out = allocator.empty((1 << 20,), torch.float32).share_memory_()
     place = out.data_ptr()
     del out
-    again = memory.empty((1 << 20,), torch.float32)
+    again = allocator.empty((1 << 20,), torch.float32)
     assert not again.is_shared()
     assert again.data_ptr() != place
 
@@ -101,17 +101,17 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_memory_that_was_changed_is_not_used_again(change):
     """Results can be resized, as torch's own can, and every next one is as good as new."""
-    memory.forget()
-    out = memory.empty((1 << 20,), torch.float32)
+    allocator.forget()
+    out = allocator.empty((1 << 20,), torch.float32)
     assert out.untyped_storage().resizable()
     CHANGES[change](out)
     del out
-    again = memory.empty((1 << 20,), torch.float32).fill_(1)
+    again = allocator.empty((1 << 20,), torch.float32).fill_(1)
     storage = again.untyped_storage()
     assert storage.nbytes() == 4 << 20
     assert storage.resizable()
     assert not storage.is_shared()
-    assert len(memory._kept) == 1
+    assert len(allocator._kept) == 1
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -121,7 +121,7 @@ def test_results_grow_where_torch_writes_into_them():
     weights = torch.rand(1, 1, 4096, 2)
     for _ in range(2):
         out = sonde.sample_sum(images, samples, weights)
-        assert out.nbytes >= memory.SMALLEST
+        assert out.nbytes >= allocator.SMALLEST
         want = out.clone()
         torch.cat([want, want, want], out=out)
         assert torch.equal(out, torch.cat([want, want, want]))
@@ -144,24 +144,24 @@ def test_an_index_knows_its_points_from_later_ones():
 
 
 def test_memory_is_kept_within_bounds():
-    memory.forget()
-    for size in (memory.SMALLEST - 8, memory.ROOM + 8):
-        memory.empty((size // 8,), torch.float64)
-        assert not memory._kept
+    allocator.forget()
+    for size in (allocator.SMALLEST - 8, allocator.ROOM + 8):
+        allocator.empty((size // 8,), torch.float64)
+        assert not allocator._kept
     for mib in (60, 30, 20, 50, 10, 128, 40, 1):
-        memory.empty((mib, 1 << 20), torch.uint8)
-        assert 0 < sum(kept.size for kept in memory._kept) <= memory.ROOM
-    memory.forget()
-    assert not memory._kept
+        allocator.empty((mib, 1 << 20), torch.uint8)
+        assert 0 < sum(kept.size for kept in allocator._kept) <= allocator.ROOM
+    allocator.forget()
+    assert not allocator._kept
 
 
 def test_threads_share_no_memory():
-    memory.forget()
+    allocator.forget()
 
     def work(number: int) -> bool:
         right = True
         for _ in range(200):
-            out = memory.empty((1 << 18,), torch.float32).fill_(number)
+            out = allocator.empty((1 << 18,), torch.float32).fill_(number)
             right = right and bool((out[:: 1 << 12] == number).all())
         return right
 
@@ -175,7 +175,7 @@ def test_results_are_not_written_again():
     images, samples = torch.rand(1, 64, 32, 32), torch.rand(1, 4096, 2, 2)
     weights = torch.rand(1, 1, 4096, 2)
     first = sonde.sample_sum(images, samples, weights, impl="numba")
-    assert first.nbytes >= memory.SMALLEST
+    assert first.nbytes >= allocator.SMALLEST
     copy = first.clone()
     for _ in range(3):
         sonde.sample_sum(2 * images, samples, weights, impl="numba")
