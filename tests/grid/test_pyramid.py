@@ -56,6 +56,26 @@ def test_graphs_are_decided_once(operator, triton_target, monkeypatch):
     assert decided == ["forward_pass", "backward_pass"]
 
 
+@pytest.mark.interpreted(True)
+@pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
+def test_levels_on_the_host_are_read_by_each_call(operator, triton_target, monkeypatch):
+    """Traced graphs bring the levels as a CPU's tensors beside a GPU's; other numbers in them are other levels."""
+    from sonde.grid._pyramid import gpu as passes
+
+    gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
+    levels = tuple(torch.cat([args[1], args[2][..., None]], -1).flatten().tolist())
+    want = value_and_gradients(gpu, [args[0], None, None, *args[3:5], levels, args[6]])
+    monkeypatch.setattr(passes, "_elsewhere", lambda given: given["shapes"] is not None)
+    assert same_bits(value_and_gradients(gpu, args), want)
+    run = decide(gpu, args)
+    first = run(*args)
+    args[2] = args[2] + 10**6  # every level behind the rows: nothing is there
+    assert not run(*args).any()
+    args[2] = args[2] - 10**6
+    assert same_bits([run(*args)], [first])
+    assert [k.phase for k in gpu.forward_pass(*args).plan("forward")]
+
+
 def test_the_table_of_levels_is_found_once(triton_target):
     """The first call writes it; when that is over, later ones look nowhere, whichever thread they come from."""
     from sonde.grid._pyramid import gpu_levels

@@ -12,24 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...jit.steps import Pass
-from ...op.cache import CallCache
 from ...op.cpu import NUMPY
 from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
 from ...op.dtypes import accumulator
-from ...op.layout import outline_of
-from ...op.plan import Kernel
 from ...op.simd import LANES
-from ...op.torch_private import is_fake
 from .._scatter.cpu_sums import BLOCK, LENGTH, crowd_bytes
 from .cpu_kernels import per_channel, per_unit
-from .levels import numbers
+from .levels import ReadLevels
 
 LEVELS = 8  # of sixteen places, that kernels add up in one go
 
@@ -79,33 +75,6 @@ def backward_pass(op: Member, *args: Any, needs: Sequence[bool]) -> ByThreads | 
     """The pass from the result's gradient and the same to the gradients that are needed."""
     record = partial(_backward, op, needs=needs)
     return record(*args) if args[2] is None else ReadLevels(record, args, 2)
-
-
-class ReadLevels:
-    """A pass over levels that tensors describe, as traced graphs have them: they are read by each call.
-
-    `record` makes the pass of arguments whose levels are numbers, the last but one of them; `at` is where the tensors are.
-    """
-
-    def __init__(self, record: Callable[..., ByThreads], args: Sequence[Any], at: int) -> None:
-        self.record, self.args, self.at = record, args, at
-
-    def bind(self) -> Callable[..., Any]:
-        known: CallCache[Callable] = CallCache()
-        record, at, args = self.record, self.at, [outline_of(x) if isinstance(x, Tensor) else x for x in self.args]
-
-        def run(*given: Any) -> Any:
-            levels = tuple(numbers((given[at], given[at + 1], ())))
-            found = known.get(levels) or known.put(levels, record(*args[:-2], levels, args[-1]).bind())
-            return found(*given)
-
-        return run
-
-    def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
-        shapes, starts = self.args[self.at : self.at + 2]
-        unknown = shapes.is_meta or is_fake(shapes)
-        levels = (0, 0, 0) * starts.numel() if unknown else tuple(numbers((shapes, starts, ())))
-        return self.record(*self.args[:-2], levels, self.args[-1]).plan(phase)
 
 
 @by_threads

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...jit.kernel import Tunable
 from ...jit.steps import Pass
-from ...op.cache import CallCache
 from ...op.dtypes import accumulator
 from ...op.layout import outline
-from ...op.plan import Determinism, Kernel
-from ...op.torch_private import is_fake
+from ...op.plan import Determinism
 from .._device.fixed_point import add_finish
 from .._scatter.marked_rows import clear_marked, round_marked, rows_of
 from .gpu_levels import Layout, Levels, LevelTable, layout_of, levels_of
 from .gpu_segments import Problem as Segments
 from .gpu_segments import add_rows_gradient
-from .levels import numbers
+from .levels import ReadLevels
 
+OPERANDS = ("features", "shapes", "starts", "locations", "weights")
 Given = Mapping[str, Tensor | None]
 
 
@@ -44,10 +43,12 @@ class Member(NamedTuple):
     soft: bool = False  # the option means that weights are logits
 
 
-def forward_pass(op: Member, given: Given, levels: Sequence[int], option: bool, int64: bool) -> Pass | ReadLevels:
-    """The pass from operands of this kind to their result. They may have no values."""
+def forward_pass(op: Member, *args: Any, int64: bool) -> Pass | ReadLevels:
+    """The pass from the operands, levels as numbers and an option to the result. Operands may have no values."""
+    *operands, levels, option = args
+    given = dict(zip(OPERANDS, operands))
     if _elsewhere(given):
-        return ReadLevels(given, partial(forward_pass, op, option=option, int64=int64))
+        return ReadLevels(partial(forward_pass, op, int64=int64), args, 1)
     features, locations, weights = _tensors(given)
     wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
     p = Pass(features.device, wide, given)
@@ -64,13 +65,12 @@ def forward_pass(op: Member, given: Given, levels: Sequence[int], option: bool, 
     return p.returns(out).returning_one()
 
 
-def backward_pass(
-    op: Member, given: Given, levels: Sequence[int], option: bool, int64: bool, needs: Sequence[bool], deterministic: bool
-) -> Pass | ReadLevels:
-    """The pass from ``grad`` and operands of this kind to the gradients that are needed."""
+def backward_pass(op: Member, *args: Any, int64: bool, needs: Sequence[bool], deterministic: bool) -> Pass | ReadLevels:
+    """The pass from the result's gradient and the same to the gradients that are needed."""
+    *operands, levels, option = args
+    given = dict(zip(("grad", *OPERANDS), operands))
     if _elsewhere(given):
-        again = partial(backward_pass, op, option=option, int64=int64, needs=needs, deterministic=deterministic)
-        return ReadLevels(given, again)
+        return ReadLevels(partial(backward_pass, op, int64=int64, needs=needs, deterministic=deterministic), args, 2)
     features, locations, weights = _tensors(given)
     wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
     p = Pass(features.device, wide, given)
@@ -132,35 +132,6 @@ def _add_softmax(p: Pass, slot: str, weights: Tensor) -> str:
         return torch.softmax(logits.flatten(3), -1, dtype=wide)
 
     return p.call("torch.softmax", softmax, [slot], [("softmax", shape, wide)], promise=Determinism.RUN_TO_RUN)[0]
-
-
-class ReadLevels:
-    """A pass over levels that CPU tensors describe beside a GPU's operands, as traced graphs have them: read by each call.
-
-    `decide` makes the pass of operands whose levels are numbers.
-    """
-
-    def __init__(self, given: Given, decide: Callable[..., Any]) -> None:
-        self.given, self.decide = given, decide
-
-    def bind(self) -> Callable[..., Any]:
-        known: CallCache[Callable] = CallCache()
-        names, decide = list(self.given), self.decide  # not self, which has the first arguments
-
-        def run(*args: Any) -> Any:
-            given = dict(zip(names, args))
-            levels = tuple(numbers((given["shapes"], given["starts"], ())))
-            given |= {"shapes": None, "starts": None}
-            return (known.get(levels) or known.put(levels, decide(given, levels).bind()))(*given.values())
-
-        return run
-
-    def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
-        shapes, starts = self.given["shapes"], self.given["starts"]
-        assert shapes is not None
-        assert starts is not None
-        levels = (0, 0, 0) * starts.numel() if is_fake(shapes) else numbers((shapes, starts, ()))  # a fake tensor has no numbers
-        return self.decide({**self.given, "shapes": None, "starts": None}, tuple(levels)).plan(phase)
 
 
 def _elsewhere(given: Given) -> bool:

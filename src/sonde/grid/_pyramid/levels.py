@@ -5,15 +5,16 @@ from __future__ import annotations
 import marshal
 import math
 import reprlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import checks
 from ...op.cache import CallCache
-from ...op.torch_private import is_wrapped
+from ...op.plan import Kernel
+from ...op.torch_private import is_fake, is_wrapped
 
 INTEGERS = (torch.int64, torch.int32)
 LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
@@ -159,6 +160,38 @@ def numbers(described: Described) -> Sequence[int]:
     if spatial_shapes is None or level_starts is None:
         return levels
     return torch.cat([spatial_shapes.long(), level_starts.long()[..., None]], -1).flatten().tolist()
+
+
+class ReadLevels:
+    """A pass over levels that tensors on the host describe, as traced graphs have them: they are read by each call.
+
+    `record` makes the pass of arguments whose levels are numbers: ``(…, shapes, starts, …, levels, option)``, shapes and starts
+    being None. `at` is where shapes are.
+    """
+
+    def __init__(self, record: Callable[..., Any], args: Sequence[Any], at: int) -> None:
+        self.record, self.args, self.at = record, args, at
+
+    def bind(self) -> Callable[..., Any]:
+        known: CallCache[Callable] = CallCache()
+        record, at = self.record, self.at  # not self, which has the first arguments
+
+        def run(*args: Any) -> Any:
+            levels = tuple(numbers((args[at], args[at + 1], ())))
+            args = _with_numbers(args, at, levels)
+            return (known.get(levels) or known.put(levels, record(*args).bind()))(*args)
+
+        return run
+
+    def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
+        shapes, starts = self.args[self.at : self.at + 2]
+        unknown = shapes.is_meta or is_fake(shapes)
+        levels = (0, 0, 0) * starts.numel() if unknown else tuple(numbers((shapes, starts, ())))
+        return self.record(*_with_numbers(self.args, self.at, levels)).plan(phase)
+
+
+def _with_numbers(args: Sequence[Any], at: int, levels: tuple[int, ...]) -> tuple:
+    return *args[:at], None, None, *args[at + 2 : -2], levels, args[-1]
 
 
 def _on_host(x: Any) -> bool:

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...jit.steps import Pass
 from .._pyramid import gpu as passes
-from .._pyramid.gpu import ReadLevels
 from .._pyramid.gpu_levels import Layout, Levels
 from .._pyramid.gpu_segments import Problem as Segments
+from .._pyramid.levels import ReadLevels
 from .gpu_configs import Problem, slices_of
 from .gpu_kernels import aggregate, aggregate_gradients, mark_rows, total
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def forward_pass(
-    features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int], drop: bool
-) -> Pass | ReadLevels:
-    given = dict(features=features, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights)
-    return passes.forward_pass(THIS, given, levels, drop, FORCE_INT64)
+def forward_pass(*args: Any) -> Pass | ReadLevels:
+    return passes.forward_pass(THIS, *args, int64=FORCE_INT64)
 
 
-def backward_pass(
-    grad: Tensor, features: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int],
-    drop: bool, *, needs: Sequence[bool], deterministic: bool,
-) -> Pass | ReadLevels:  # fmt: skip
-    given = dict(
-        grad=grad, features=features, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights
-    )  # fmt: skip
-    return passes.backward_pass(THIS, given, levels, drop, FORCE_INT64, needs, deterministic)
+def backward_pass(*args: Any, needs: Sequence[bool], deterministic: bool) -> Pass | ReadLevels:
+    return passes.backward_pass(THIS, *args, int64=FORCE_INT64, needs=needs, deterministic=deterministic)
 
 
 def _shape(features: Tensor, weights: Tensor) -> tuple[int, int, int]:

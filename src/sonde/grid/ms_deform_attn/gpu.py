@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...jit.steps import Pass
 from .._pyramid import gpu as passes
-from .._pyramid.gpu import ReadLevels
 from .._pyramid.gpu_levels import Layout, Levels
 from .._pyramid.gpu_segments import Problem as Segments
+from .._pyramid.levels import ReadLevels
 from .gpu_configs import Problem
 from .gpu_kernels import attend, attend_gradients
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 
 
-def forward_pass(
-    value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int], logits: bool
-) -> Pass | ReadLevels:
-    given = dict(features=value, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights)
-    return passes.forward_pass(THIS, given, levels, logits, FORCE_INT64)
+def forward_pass(*args: Any) -> Pass | ReadLevels:
+    return passes.forward_pass(THIS, *args, int64=FORCE_INT64)
 
 
-def backward_pass(
-    grad: Tensor, value: Tensor, spatial_shapes, level_starts, locations: Tensor, weights: Tensor, levels: Sequence[int],
-    logits: bool, *, needs: Sequence[bool], deterministic: bool,
-) -> Pass | ReadLevels:  # fmt: skip
-    given = dict(
-        grad=grad, features=value, shapes=spatial_shapes, starts=level_starts, locations=locations, weights=weights
-    )  # fmt: skip
-    return passes.backward_pass(THIS, given, levels, logits, FORCE_INT64, needs, deterministic)
+def backward_pass(*args: Any, needs: Sequence[bool], deterministic: bool) -> Pass | ReadLevels:
+    return passes.backward_pass(THIS, *args, int64=FORCE_INT64, needs=needs, deterministic=deterministic)
 
 
 def _shape(value: Tensor, weights: Tensor) -> tuple[int, int, int]:
