@@ -144,7 +144,7 @@ def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
     tensors = [t.to(DEVICE) for t in (queries, points, of_queries, of_points)]
     index = (*build(tensors[1], tensors[3]), *build(tensors[0], tensors[2]))
     for given in (index, (None,) * 6):
-        operands = passes.named(*tensors[:2], None, *given, *tensors[2:])
+        operands = arguments.named(*tensors[:2], None, *given, *tensors[2:])
         search, found = passes.nearest(operands, 5)
         distances, indices = (t.cpu() for t in search.returns(*found.values()).bind()(*operands.values()))
         assert ((indices >= -1) & (indices < 90)).all()

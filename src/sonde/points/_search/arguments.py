@@ -23,6 +23,12 @@ UNBATCHED = ("query_offsets", "point_offsets")
 TILES = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes")
 
 
+def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
+    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
+    of_features = {} if features is None else {"features": features}
+    return dict(queries=queries, points=points, **of_features, **dict(zip((*TILES, *UNBATCHED), search, strict=True)), **more)
+
+
 def tiled(impl: str, M: int, N: int) -> bool:
     """Whether a search goes by boxes of sorted points: a matter of sizes alone, so that an index changes no bit."""
     if impl == "numba":

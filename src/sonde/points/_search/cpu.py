@@ -18,15 +18,8 @@ from .cpu_rows import rates
 from .cpu_segments import PIECE, gather, lists, sums
 from .index.cpu import add_index, add_segments
 
-SEARCH = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes", "query_offsets", "point_offsets")
 Given = Mapping[str, Tensor | None]
 Names = Sequence[str]
-
-
-def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
-    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
-    of_features = {} if features is None else {"features": features}
-    return dict(queries=queries, points=points, **of_features, **dict(zip(SEARCH, search, strict=True)), **more)
 
 
 def ball(radius: float, dtype: torch.dtype) -> float:

@@ -17,14 +17,7 @@ from . import gpu_pairs as pairs
 from .gpu_walk import MOST_F, halves, nodes_of
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
-SEARCH = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes", "query_offsets", "point_offsets")
 Given = Mapping[str, Any]
-
-
-def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
-    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
-    of_features = {} if features is None else {"features": features}
-    return dict(queries=queries, points=points, **of_features, **dict(zip(SEARCH, search, strict=True)), **more)
 
 
 class Sides(NamedTuple):

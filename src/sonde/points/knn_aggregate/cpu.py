@@ -15,6 +15,7 @@ from ...op.cpu_steps import Array, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.simd import LANES, fma, load, spread, store_some
 from .._search import cpu
+from .._search.arguments import named
 from .._search.cpu_rows import BLOCK, added, dot, falls, times, together
 
 NAMES = ("queries", "points", "features", "sigma")
@@ -24,7 +25,7 @@ NAMES = ("queries", "points", "features", "sigma")
 def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
     *search, sigma, width, k = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    p = CpuPass(wide, cpu.named(queries, points, features, *search, sigma=sigma))
+    p = CpuPass(wide, named(queries, points, features, *search, sigma=sigma))
     found = cpu.search(p, k, writes=())
     lists = [Array(found[name], (B * M, k)) for name in ("distances", "indices")]
     out, rows = p.buffer("out", (B, M, F), wide), Array(p.dense("features", wide), (B * N, F))
@@ -39,7 +40,7 @@ def backward_pass(
 ) -> Pass:
     *search, sigma, width, k, distances, indices = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    operands = cpu.named(queries, points, features, *search, sigma=sigma, width=None, k=None)
+    operands = named(queries, points, features, *search, sigma=sigma, width=None, k=None)
     p = CpuPass(wide, dict(grad=grad, **operands, distances=distances, indices=indices))
     q, x = cpu.coordinates(p, "queries"), cpu.coordinates(p, "points")
     go, f = p.dense("grad", wide), p.dense("features", wide)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...jit.steps import Pass
-from .._search.gpu import named, nearest, nearest_gradients
+from .._search.arguments import named
+from .._search.gpu import nearest, nearest_gradients
 
 
 def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:

@@ -20,6 +20,7 @@ from ...op.dtypes import accumulator
 from ...op.simd import LANES, load, store, store_some, where
 from .._search import cpu
 from .._search import cpu_tree as trees
+from .._search.arguments import named
 from .._search.cpu_rows import BLOCK, add_block, dot, falls, finite, folded, times
 
 NAMES = ("queries", "points", "features", "sigma")
@@ -31,7 +32,7 @@ SHRINK = 2.0**-40  # of weights, where a sum of features has overflowed: no sum 
 def forward_pass(queries: Tensor, points: Tensor, features: Tensor, *rest: Any) -> Pass:
     *search, sigma, width, radius = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    p = CpuPass(wide, cpu.named(queries, points, features, *search, sigma=sigma))
+    p = CpuPass(wide, named(queries, points, features, *search, sigma=sigma))
     tree, rows = cpu.add_tree(p), cpu.add_rows(p)
     out, levels = p.buffer("out", (B, M, F), wide), p.buffer("levels", (B, M, 2), wide)
     bound = cpu.scalar(queries.dtype, cpu.ball(radius, queries.dtype))
@@ -47,7 +48,7 @@ def backward_pass(
 ) -> Pass:
     *search, sigma, width, radius, levels = rest
     (B, M, _), (_, N, F), wide = queries.shape, features.shape, accumulator(queries, features, sigma)
-    operands = cpu.named(queries, points, features, *search, sigma=sigma, width=None, radius=None)
+    operands = named(queries, points, features, *search, sigma=sigma, width=None, radius=None)
     p = CpuPass(wide, dict(grad=grad, **operands, levels=levels))
     bound, means = cpu.scalar(queries.dtype, cpu.ball(radius, queries.dtype)), p.buffer("means", (B * M,), torch.float64)
     arrays = [

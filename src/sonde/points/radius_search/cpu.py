@@ -21,6 +21,7 @@ from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
 from ...op.plan import Kernel
 from .._search import cpu
 from .._search import cpu_tree as trees
+from .._search.arguments import named
 
 _passes: CallCache[Callable] = CallCache()
 
@@ -49,7 +50,7 @@ def _count(*args: Any) -> Pass:
     """The pass to the lists' offsets, and to the order in which queries go, if they were sorted."""
     *operands, radius = args
     (B, M, _), dtype = operands[0].shape, operands[0].dtype
-    p = CpuPass(dtype, cpu.named(*operands[:2], None, *operands[2:]))
+    p = CpuPass(dtype, named(*operands[:2], None, *operands[2:]))
     offsets = p.buffer("offsets", (B * M + 1,), torch.int64, fill=0)
     nobody = np.empty(0, np.int64), np.empty(0, NUMPY[dtype])
     rows = _add_within(p, radius, [Array(offsets, (B * M + 1,)), *nobody], ["offsets"])
@@ -62,7 +63,7 @@ def _fill(*args: Any) -> Pass:
     """The pass that writes indices and distances."""
     *operands, radius, offsets, indices, distances, rows = args
     lists = dict(radius=None, offsets=offsets, indices=indices, distances=distances, rows=rows)
-    p = CpuPass(operands[0].dtype, cpu.named(*operands[:2], None, *operands[2:], **lists))
+    p = CpuPass(operands[0].dtype, named(*operands[:2], None, *operands[2:], **lists))
     results = [Array("offsets", tuple(offsets.shape)), Array("indices", None), Array("distances", None)]
     _add_within(p, radius, results, ["indices", "distances"])
     return p

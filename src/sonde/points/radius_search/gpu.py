@@ -18,7 +18,8 @@ from ...op.dtypes import accumulator
 from ...op.plan import Kernel
 from .._search import gpu_lists as lists
 from .._search import gpu_pairs as pairs
-from .._search.gpu import Sides, named
+from .._search.arguments import named
+from .._search.gpu import Sides
 from .._search.gpu_walk import halves, nodes_of
 from .._search.reference import root
 
