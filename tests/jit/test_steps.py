@@ -124,6 +124,23 @@ def test_every_run_has_buffers_of_its_own():
     assert [ref() for ref in kept] == [None, None]
 
 
+def test_a_pass_that_was_read_is_gone_without_the_collector():
+    """It has the arguments that it was recorded with: a cycle would keep their memory until Python looks for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.zeros(8)
+        p = doubled(8, x)
+        run, plan = p.bind(), p.plan("forward")
+        seen = [weakref.ref(x), weakref.ref(p)]
+        del x, p
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()
+    assert len(plan) == 2
+    assert run(torch.zeros(8)).sum() == 8
+
+
 def test_promises_and_accumulators_are_those_of_the_step():
     p = Pass(CPU, torch.float32, dict(x=torch.empty(1)))
     p.call("a", lambda x: None, ["x"], promise=Determinism.RUN_TO_RUN)

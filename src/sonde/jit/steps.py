@@ -186,34 +186,27 @@ class Pass:
         """The steps in order, with the lifetimes of buffers."""
         last: dict[str, int] = {}
         derived: set[str] = set()
-
-        def use(name: str | None, i: int) -> None:
-            chain = self._chain(name)
-            last.update(dict.fromkeys(chain, i))
-            if chain and chain[-1] not in derived:  # what it is made from is needed until then
-                derived.add(chain[-1])
-                use(self.slots[chain[-1]].source, i)
-
         for i, step in enumerate(self.steps):
             for taken in (*step.takes, *step.gives):
-                use(taken, i)
+                name = taken
+                while chain := self._chain(name):
+                    last.update(dict.fromkeys(chain, i))
+                    if chain[-1] in derived:
+                        break
+                    derived.add(chain[-1])
+                    name = self.slots[chain[-1]].source  # what it is made from is needed until then
         kept = {name for result in self.results for name in self._chain(result)}
         idle = [name for name in self.results if name not in last]  # results that no step touches, being empty
         made = set(self.given)
         for i, step in enumerate(self.steps):
             new: list[str] = []
-
-            def need(name: str, new: list[str] = new) -> None:
-                slot = self.slots[name]
-                if name not in made and slot.make is not None:
-                    made.add(name)
-                    if slot.source is not None:
-                        need(slot.source)
-                    new.append(name)
-
             for taken in (*step.takes, *(() if i else idle)):
-                if taken is not None and taken in self.slots:
-                    need(taken)
+                name, ahead = taken, []  # what it is made from comes before it
+                while name is not None and name in self.slots and name not in made and self.slots[name].make is not None:
+                    made.add(name)
+                    ahead.append(name)
+                    name = self.slots[name].source
+                new += ahead[::-1]
             freed = [name for name, at in last.items() if at == i and name not in kept and name not in self.given]
             yield Moment(step, new, freed)
 
