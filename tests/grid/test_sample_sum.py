@@ -233,7 +233,7 @@ def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
     C = segments.TILES * segments.BLOCK_C + 3
     images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)
     want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
-    monkeypatch.setattr(segments, "ROOM", 0)
+    monkeypatch.setattr(segments, "WORKSPACE", 0)
     assert segments.batch_chunk(segments.Problem(3, 2, 3, 20, 2, C, C, C, 1, 0, torch.float32, False, True)) < 3
     with deterministic(), poisoned():
         got = images_gradient(call(triton_target), images, samples, weights)

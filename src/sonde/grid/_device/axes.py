@@ -1,23 +1,22 @@
-"""Device code of sampling along axes: where a coordinate falls, which pixels it reads, how much of each, and how that changes.
+"""Device code of sampling along one axis: a coordinate's taps, their weights, and the derivatives of the weights.
 
-Everything is per axis, so that images and volumes, all modes and all paddings are products of the same few functions.
+Images and volumes are products of axes, so all modes and paddings come from the same few functions.
 """
 
 import triton
 import triton.language as tl
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
-TAPS = (2, 1, 4)  # of each mode, along an axis
-FAR = tl.constexpr(2.0**30)
-A = tl.constexpr(-0.75)
+TAPS = (2, 1, 4)  # taps along an axis, for each mode
+FAR = tl.constexpr(2.0**30)  # reflection needs the integer part of a position: farther away, samples see nothing
+A = tl.constexpr(-0.75)  # of the cubic kernel, as in torch
 
 
 @triton.jit
 def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr):
-    """A coordinate on an axis of N pixels → whether it may see any, its first tap, its place in the cell, d position / d u.
+    """Coordinate `u` on an axis of N pixels → may it see any, its first tap, its position in the cell, d position / d u.
 
-    The minimum makes something merely outside of what is huge. It also keeps the product apart from the subtraction: fused,
-    they would round once instead of twice, and the last bit decides on which side of a pixel's edge a sample lies.
+    The minimum makes huge values merely outside, and prevents an FMA, as in ``taps.position``.
     """
     live = (tl.abs(u) < float("inf")) & (N > 0)
     if ALIGN:
@@ -26,7 +25,7 @@ def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDE
     else:
         x = (tl.minimum((u + 1) * N, 1e30) - 1) * 0.5
         slope = tl.zeros_like(u) + 0.5 * N
-    if PAD == 2 and TAPS == 4:  # its taps are folded one by one, so that positions are whole periods apart, exactly
+    if PAD == 2 and TAPS == 4:  # reduce by whole periods, which is exact; taps are folded one by one in ``pixel``
         period = tl.maximum(2 * N - 2, 1) if ALIGN else tl.maximum(2 * N, 1)
         live = live & (tl.abs(x) < FAR)
         x = tl.where(live, x, 0)
@@ -43,15 +42,15 @@ def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDE
         live = live & (a < FAR)
         a = tl.where(live, a, 0)
         whole = tl.floor(a)
-        i = whole.to(tl.int32)  # the remainder by integers is exact
+        i = whole.to(tl.int32)  # an integer remainder is exact
         flips = i // span
         rest = (i - flips * span).to(u.dtype) + (a - whole)
         back = flips % 2 == 1
         slope = tl.where(back != (x < LOW), -slope, slope)
         x = tl.where(back, span - rest, rest) + LOW
     if PAD > 0:
-        if TAPS == 4:  # its taps are folded one by one; beyond this all of them are the border
-            x = tl.where(x < -1, -2.0, tl.minimum(x, N))  # at −1 the last tap is the second pixel; beyond, all are the first
+        if TAPS == 4:  # ``pixel`` clamps each tap; below −1 (at −1 the last tap is still the second pixel) all are the border
+            x = tl.where(x < -1, -2.0, tl.minimum(x, N))
         else:
             slope = tl.where((x > 0) & (x < N - 1), slope, 0)
             x = tl.minimum(tl.maximum(x, 0), N - 1)
@@ -69,7 +68,7 @@ def along(u, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, INDE
 
 @triton.jit
 def pixel(live, first, k: tl.constexpr, N, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """The pixel of tap `k`, and whether there is one."""
+    """→ the index of tap `k`'s pixel, and whether it exists."""
     i = first + k
     if TAPS == 4 and PAD == 1:
         i = tl.minimum(tl.maximum(i, 0), N - 1)
@@ -88,7 +87,7 @@ def inner(t):
 
 @triton.jit
 def outer(t):
-    """And for 1 ≤ t ≤ 2."""
+    """The cubic kernel for 1 ≤ t ≤ 2."""
     return ((A * t - 5 * A) * t + 8 * A) * t - 4 * A
 
 
@@ -137,7 +136,7 @@ def weight_slope(t, k: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def axis(u, N, STRIDE, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, OFFSET: tl.constexpr, SLOPES: tl.constexpr):
-    """Of each tap along an axis: where it is, whether it is, its weight and, if SLOPES, the weight's derivative by u."""
+    """Tuples over the taps of an axis: offset, mask, weight and, if SLOPES, the derivative of the weight by u."""
     live, first, t, slope = along(u, N, TAPS, PAD, ALIGN, tl.int32)
     at = ()
     there = ()
@@ -155,7 +154,7 @@ def axis(u, N, STRIDE, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexp
 
 @triton.jit
 def none(u):
-    """The axis that an image lacks."""
+    """What ``axis`` returns for the z axis of an image: one tap of weight 1."""
     zero = tl.zeros_like(u)
     return (zero.to(tl.int32),), (zero == 0,), (zero + 1,), (zero,)
 
@@ -167,7 +166,7 @@ def coordinate(grid, b, p, in_p, axis: tl.constexpr, GROUP, G_B, G_P, G_D, ACC: 
 
 @triton.jit
 def tile(base, p, c, S_C, S_P, LAST: tl.constexpr, ROW: tl.constexpr, VECTOR: tl.constexpr):
-    """Where elements (p, c) are; one of the strides may be known to be one, the other to be a multiple of VECTOR."""
+    """Addresses of elements (p, c), vectorizable where one stride is 1 (LAST, ROW) and the other a multiple of VECTOR."""
     if LAST:
         at = base + p * (S_P // VECTOR * VECTOR) + c
     elif ROW:
@@ -187,22 +186,21 @@ def any_of(there):
 
 @triton.jit
 def over_channels(x, live):
-    """The sum of each sample's row; exactly zero for one that sees nothing, whatever it was multiplied with."""
+    """The sum of each sample's row; exactly zero for samples that see nothing, even if the row has a NaN."""
     return tl.where(live, tl.sum(x, 1, keep_dims=True), 0)
 
 
-GROUP = tl.constexpr(32)  # samples side by side that can hand each other something
+GROUP = tl.constexpr(32)  # consecutive samples that can exchange values: a warp
 
 
 @triton.jit
 def neighbours(there, z, y, x, H, W, BLOCK: tl.constexpr):
-    """Of samples ``[BLOCK, 1]`` in cells (z, y, x): is the one before in the cell to the left, and the one behind to the right?
+    """For samples ``[BLOCK, 1]`` in cells (z, y, x) → is the previous sample one cell to the left, the next one to the right?
 
-    Then two of them add to the same pixels: the former can leave that to the latter.
+    Such a pair adds to the same two pixels (per row), which the first sample can leave to the second.
     """
-    cell = (
-        ((z.to(tl.int64) + 1) * (H + 2) + y + 1) * (W + 2) + x + 1
-    )  # the end of a row and the start of the next are not neighbours
+    # a gap between rows, so that the end of one and the start of the next are not neighbours
+    cell = ((z.to(tl.int64) + 1) * (H + 2) + y + 1) * (W + 2) + x + 1
     cell = tl.where(there, cell, -9)
     place = tl.arange(0, BLOCK)[:, None] % GROUP
     joined = (place > 0) & (shift(cell, -1, BLOCK) + 1 == cell)
@@ -212,7 +210,7 @@ def neighbours(there, z, y, x, H, W, BLOCK: tl.constexpr):
 
 @triton.jit
 def shift(x, by: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the sample `by` places further in the group, where there is one."""
+    """The value of the sample `by` places further in the group; clamped at the group's ends."""
     SHAPE: tl.constexpr = [BLOCK // GROUP, GROUP]
     place = tl.reshape(tl.arange(0, BLOCK) % GROUP, SHAPE)
     return tl.reshape(tl.gather(tl.reshape(x, SHAPE), tl.minimum(tl.maximum(place + by, 0), GROUP - 1), 1), [BLOCK, 1])

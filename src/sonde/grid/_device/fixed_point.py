@@ -1,9 +1,8 @@
-"""Sums that no order of additions can change: numbers as whole multiples of a power of two, added as integers.
+"""Sums in fixed point: values become integer multiples of a power of two, so the order of atomic additions cannot change a bit.
 
-Atomic additions come in any order, and each of them rounds a floating-point sum. Integers do not round. Numbers are divided by
-a power of two above the largest of their image, so that a sum has at least 59 − log₂(terms) binary digits behind the point of
-that; where sums are float64 a second integer has as many again. What is not finite has no such multiple: when the sum is
-complete, it puts a mark into its place, which :func:`value` reads.
+Values are scaled by a power of two above the largest value of their image, which leaves at least 59 − log₂(terms) binary digits
+behind the point; for float64 a second integer, the low half, has as many again. Infinities and NaN have no integer: once the
+finite values are summed, they overwrite the sums they belong to with a mark, which :func:`to_float` reads.
 """
 
 from __future__ import annotations
@@ -19,21 +18,22 @@ from ... import jit
 from ...jit.launch import Launch, cdiv
 from ...jit.steps import Pass
 
-FLOAT, ADD, MARK, TELL = range(4)  # how sums are made: not here; here of finite numbers; where there are others; which others
+# stages of a sum: not in fixed point; add finite values; mark where there are infinities or NaN; record which of them
+FLOAT, ADD, MARK, CLASSIFY = range(4)
 BLOCK = 4096
-MARKED = tl.constexpr(1 << 62)  # no sum is as large
-BITS = (torch.int32, torch.int64)  # integers as large as float32 and float64
+MARKED = tl.constexpr(1 << 62)  # larger than any sum
+BITS = (torch.int32, torch.int64)  # for the bits of float32 and float64
 
 
 def digits(terms: int) -> int:
-    """Binary digits behind the point, such that `terms` numbers below eight have a sum below 2**62."""
+    """Binary digits behind the point such that `terms` values below eight have a sum below 2**62."""
     return 59 - terms.bit_length()
 
 
 def add_largest(p: Pass, x: str, outline: Tensor, images: int, wide: torch.dtype) -> str:
-    """A step that finds the bits of the largest finite number of each image in ``[B, C, P]``, and whether all are finite.
+    """A step that finds the largest finite value of each image in ``[B, C, P]`` and, in the last element, if any is not finite.
 
-    A group of B is one image. Returns the slot ``[images + 1]``.
+    B / images consecutive entries of the batch form one image. Returns the slot ``[images + 1]`` of the values' bits.
     """
     B, C, P = outline.shape
     double, strides = wide == torch.float64, outline.stride()
@@ -47,13 +47,13 @@ def add_largest(p: Pass, x: str, outline: Tensor, images: int, wide: torch.dtype
 
 
 class Finish(NamedTuple):
-    """Sums of images of `N` numbers and `C` channels."""
+    """Sums of images with `N` values in `C` channels."""
 
     images: int
     C: int
     N: int
     digits: int
-    planes: bool  # each channel is a plane, and will be next to the others
+    planes: bool  # the sums are planes, the result is channels-last
 
 
 class Config(NamedTuple):
@@ -62,16 +62,16 @@ class Config(NamedTuple):
 
 
 def add_finish(
-    p: Pass, sums: str, of_sums: Tensor, out: str, of_out: Tensor, low: str | None = None, largest: str | None = None,
+    p: Pass, sums: str, sums_like: Tensor, out: str, out_like: Tensor, low: str | None = None, largest: str | None = None,
     digits: int = 0,
 ) -> None:  # fmt: skip
-    """A step that makes numbers of sums ``[images, C, …]`` and rounds them; the tensors are outlines of the two slots.
+    """A step that rounds sums ``[images, C, …]`` into `out`, which may be channels-last where the sums are planes.
 
-    The result may have its channels last where the sums have planes. Of sums in fixed point: the slots of their second half, if
-    any, and of their images' largest numbers.
+    `sums_like` and `out_like` are meta tensors laid out as the slots. `low` (if any), `largest` and `digits` are given for sums
+    in fixed point.
     """
-    images, C, N = *of_sums.shape[:2], of_sums.numel() // max(1, of_sums.shape[0])
-    planes = of_sums.stride(1) != 1 and of_out.stride(1) == 1 and C > 1
+    images, C, N = *sums_like.shape[:2], sums_like.numel() // max(1, sums_like.shape[0])
+    planes = sums_like.stride(1) != 1 and out_like.stride(1) == 1 and C > 1
     p.launch(finish, Finish(images, C, N, digits, planes), [sums, out, low, largest])
 
 
@@ -83,7 +83,7 @@ def launch_finish(p: Finish, config: Config) -> Launch:
 
 @triton.jit
 def power(n, like):
-    """2ⁿ in the dtype of `like`, for an exponent that it has."""
+    """2ⁿ in the dtype of `like`; n must be the exponent of a normal number."""
     if like.dtype == tl.float64:
         x = ((n + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     else:
@@ -93,7 +93,7 @@ def power(n, like):
 
 @triton.jit
 def exponent(largest):
-    """Of the power of two that brings numbers up to `largest`, given as bits, below one (near the end of the range: below four)."""
+    """Exponent of the power of two that scales values up to `largest` (bits) below one (below four near the largest float)."""
     if largest.dtype == tl.int64:
         e = tl.maximum(1022 - (largest >> 52), -1022)
     else:
@@ -102,15 +102,15 @@ def exponent(largest):
 
 
 @triton.jit
-def multiple(x, largest, DIGITS):
-    """x as a multiple of the unit of its image; zero for what is not finite."""
-    scaled = x * power(exponent(largest), x) * power(DIGITS, x)
-    return tl.where(tl.abs(x) < float("inf"), scaled, 0)
+def scaled(x, largest, DIGITS):
+    """x in units of its image, still as a float; zero if it is not finite."""
+    units = x * power(exponent(largest), x) * power(DIGITS, x)
+    return tl.where(tl.abs(x) < float("inf"), units, 0)
 
 
 @triton.jit
 def add(at, low, x, mask, STAGE: tl.constexpr, DIGITS):
-    """Add a multiple; or mark a place for what is not finite, and then tell what it is."""
+    """Stage 1: atomically add x, in units. Stages 2 and 3: mark the sum of an x that is not finite, then record its kind."""
     if STAGE == 1:
         whole = x.to(tl.int64)
         tl.atomic_add(at, whole, mask=mask, sem="relaxed")
@@ -120,15 +120,15 @@ def add(at, low, x, mask, STAGE: tl.constexpr, DIGITS):
     else:
         odd = mask & ~(tl.abs(x) < float("inf"))
         if STAGE == 2:
-            tl.store(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd)  # whoever comes first
+            tl.store(at, tl.zeros_like(x).to(tl.int64) + MARKED, mask=odd)
         else:
             sign = tl.where(x > 0, 1, tl.where(x < 0, 2, 3))
             tl.atomic_or(at, sign.to(tl.int64), mask=odd, sem="relaxed")
 
 
 @triton.jit
-def value(sum, low, largest, DIGITS):
-    """A sum as a number."""
+def to_float(sum, low, largest, DIGITS):
+    """A sum in fixed point as a float; what was marked becomes ±inf or NaN."""
     like = largest.to(tl.float64 if largest.dtype == tl.int64 else tl.float32, bitcast=True)
     unit = power(-DIGITS, like)
     x = sum.to(like.dtype)
@@ -150,12 +150,13 @@ def _largest(
     X_B,
     X_C,
     X_P,
-    LAST: tl.constexpr,  # channels are neighbours
-    DENSE: tl.constexpr,  # nothing lies between the numbers of an image
+    LAST: tl.constexpr,  # channels-last
+    DENSE: tl.constexpr,  # without gaps
     ACC: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Reduce BLOCK values of one b, then one atomic maximum on the bits, which order like the (positive) floats."""
     N = C.to(tl.int64) * P
     blocks = tl.cdiv(N, BLOCK)
     b = tl.program_id(0) // blocks
@@ -176,7 +177,7 @@ def _finish(
     sums,  # [images, N]
     out,  # [images, N]
     low,  # [images, N]
-    largest,  # [images + 1]; None where sums are numbers already
+    largest,  # [images + 1]; None if the sums are floats already
     C,
     N,
     DIGITS,
@@ -184,16 +185,17 @@ def _finish(
     VECTOR: tl.constexpr,  # N is a multiple of it
     BLOCK: tl.constexpr,
 ):
-    N = N // VECTOR * VECTOR  # tells the compiler
+    """Convert and round BLOCK sums of one image."""
+    N = N // VECTOR * VECTOR  # tells the compiler that it is a multiple
     blocks = tl.cdiv(N, BLOCK)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was added to last may still be in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the sums added to last may still be in the cache
     b = (program // blocks).to(tl.int64)
     i = program % blocks * BLOCK + tl.arange(0, BLOCK)
     at = b * N + (i % C * (N // C) + i // C if PLANES else i)
     x = tl.load(sums + at, mask=i < N, other=0)
     if largest is not None:
         rest = None if low is None else tl.load(low + at, mask=i < N, other=0)
-        x = value(x, rest, tl.load(largest + b), DIGITS)
+        x = to_float(x, rest, tl.load(largest + b), DIGITS)
     tl.store(out + b * N + i, x.to(out.dtype.element_ty), mask=i < N)
 
 

@@ -1,6 +1,6 @@
 """Images to channels-last and back: one tiled transpose, which also rounds.
 
-Images are ``[B, C, H, W]`` here, whatever their strides. *Pixels* are images whose channels are next to each other.
+Images are ``[B, C, H, W]`` with any strides. *Planes* are contiguous images, *pixels* are channels-last images.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from ... import jit
 from ...jit.launch import Launch, cdiv
 from ...jit.steps import Pass
-from .fixed_point import Config, value
+from .fixed_point import Config, to_float
 
-FEW = 1 << 17
+FEW = 1 << 17  # values tapped per image
 
 
-def few(taps: int, C: int) -> bool:
-    """Whether planes are read where they lie: to convert them would take longer."""
+def reads_in_place(taps: int, C: int) -> bool:
+    """Read planes in place? With so few taps, converting them to pixels would take longer."""
     return taps * C <= FEW
 
 
 def pixel_stride(C: int, itemsize: int) -> int:
-    """Channels from one pixel to the next in an image that we lay out ourselves.
+    """Elements from one pixel to the next in an image that we lay out ourselves.
 
-    Whole 128-byte lines where that costs little, so that no tile of channels straddles two of them, else whole sectors.
+    Padded to whole 128-byte lines where that costs little, so that no tile of channels straddles two lines, else to sectors.
     """
     size = C * itemsize
     lines, sectors = cdiv(size, 128) * 128, cdiv(size, 32) * 32
@@ -38,23 +38,23 @@ def pixel_stride(C: int, itemsize: int) -> int:
 
 
 def pixels_outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Images of this shape whose pixels are the stride above apart, without memory."""
+    """A meta tensor of images whose pixels are ``pixel_stride`` apart."""
     return as_images(torch.empty(pixels_size(shape, dtype), device="meta"), shape, pixel_stride(shape[1], dtype.itemsize))
 
 
 def as_images(pixels: Tensor, shape: Sequence[int], stride: int) -> Tensor:
-    """The images that lie in this memory, pixels `stride` apart."""
+    """A view of this memory as images whose pixels are `stride` apart."""
     _, _, H, W = shape
     return pixels.as_strided(shape, (H * W * stride, 1, W * stride, stride))
 
 
 def pixels_size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Elements of padded pixels of images or volumes of this shape."""
+    """How many elements images or volumes of this shape take as padded pixels."""
     return shape[0] * prod(shape[2:]) * pixel_stride(shape[1], dtype.itemsize)
 
 
 def into_pixels(p: Pass, planes: str, shape: Sequence[int]) -> str:
-    """A step that copies planes into padded pixels; returns the slot of their memory. Kernels know how they lie in it."""
+    """A step that copies planes into padded pixels; returns the slot of the flat buffer."""
     B, C, P, dtype = shape[0], shape[1], prod(shape[2:]), p.slots[planes].dtype
     pixels = p.buffer(f"{planes} as pixels", [pixels_size(shape, dtype)], dtype)
     p.launch(transpose, Transpose(B, C, P, P, pixel_stride(C, dtype.itemsize), dtype, dtype), [planes, pixels, None, None])
@@ -64,7 +64,7 @@ def into_pixels(p: Pass, planes: str, shape: Sequence[int]) -> str:
 def into_planes(
     p: Pass, pixels: str, planes: str, shape: Sequence[int], low: str | None = None, largest: str | None = None, digits: int = 0
 ) -> None:
-    """A step that copies back and rounds; of sums in fixed point: the slots of their second half and of their images' units."""
+    """A step that copies back and rounds; `low`, `largest` and `digits` are given for sums in fixed point."""
     B, C, P, source = shape[0], shape[1], prod(shape[2:]), p.slots[pixels].dtype
     problem = Transpose(B, P, C, pixel_stride(C, source.itemsize), P, source, p.slots[planes].dtype, digits)
     p.launch(transpose, problem, [pixels, planes, low, largest])
@@ -84,7 +84,7 @@ class Transpose(NamedTuple):
 
 
 def default_config(problem: Transpose) -> Config:
-    return Config(32 if problem.digits else 64, 4)  # integers of 64 bits take twice the registers
+    return Config(32 if problem.digits else 64, 4)  # 64-bit integers take twice the registers
 
 
 def launch(p: Transpose, config: Config) -> Launch:
@@ -97,18 +97,19 @@ def launch(p: Transpose, config: Config) -> Launch:
 def _transpose(
     source,  # [B, M, N], rows FROM_ROW apart
     out,  # [B, N, M], rows TO_ROW apart
-    low,  # like the source, where that has sums in fixed point
-    largest,  # [B + 1]
+    low,  # like source; the low half of sums in fixed point, if they have one
+    largest,  # [B + 1]; None unless the source is in fixed point
     M,
     N,
     FROM_ROW,
     TO_ROW,
     DIGITS,
     IN: tl.constexpr,  # N and FROM_ROW are multiples of it
-    OUT: tl.constexpr,  # M and TO_ROW are
+    OUT: tl.constexpr,  # M and TO_ROW are multiples of it
     BLOCK: tl.constexpr,
 ):
-    N, FROM_ROW = N // IN * IN, FROM_ROW // IN * IN  # tells the compiler what it cannot know: that rows are aligned
+    """Transpose one BLOCK × BLOCK tile of one image, converting fixed point to floats and rounding to the dtype of `out`."""
+    N, FROM_ROW = N // IN * IN, FROM_ROW // IN * IN  # tells the compiler that rows are aligned
     M, TO_ROW = M // OUT * OUT, TO_ROW // OUT * OUT
     down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     tile = tl.program_id(0)
@@ -119,7 +120,7 @@ def _transpose(
     at = (b * M + m[:, None]) * FROM_ROW + n[None]
     x = tl.load(source + at, mask=inside)
     if largest is not None:
-        x = value(x, None if low is None else tl.load(low + at, mask=inside), tl.load(largest + b), DIGITS)
+        x = to_float(x, None if low is None else tl.load(low + at, mask=inside), tl.load(largest + b), DIGITS)
     tl.store(out + (b * N + n[:, None]) * TO_ROW + m[None], tl.trans(x).to(out.dtype.element_ty), mask=tl.trans(inside))
 
 

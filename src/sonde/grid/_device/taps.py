@@ -9,25 +9,24 @@ import math
 import triton
 import triton.language as tl
 
-# Taylor's coefficients of sin 2πr in powers of r²; seven serve float32, eleven float64
+# Taylor coefficients of sin 2πr in powers of r²; float32 uses seven of them, float64 all eleven
 SIN = tl.constexpr(tuple((-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(11)))
-TURN = tl.constexpr(2 * math.pi)
+TAU = tl.constexpr(2 * math.pi)
 
 
 @triton.jit
 def position(u, size):
-    """Pixel coordinate of `u` in [−1, 1], each operation rounded, as the reference does it.
+    """Pixel coordinate of `u` in [−1, 1], with every operation rounded as in the reference.
 
-    The minimum turns NaN and what is huge into something that is merely outside. It also keeps the product apart from
-    the subtraction: fused, they would round once instead of twice, and the last bit decides on which side of a pixel's
-    edge a sample lies.
+    The minimum turns NaN and huge values into a coordinate that is merely outside. It also keeps the compiler from fusing the
+    product with the subtraction: an FMA rounds once instead of twice, and the last bit decides which cell a sample falls into.
     """
     return (tl.minimum((u + 1) * size, 1e30) - 1) * 0.5
 
 
 @triton.jit
 def fetch(samples, index, in_range, ACC: tl.constexpr):
-    """The coordinates (y, x) of samples; `index` counts samples, of which x and y are neighbours in memory."""
+    """Load the coordinates (y, x) of the samples with these indices; NaN, which is never live, where not `in_range`."""
     x = tl.load(samples + 2 * index, mask=in_range, other=float("nan")).to(ACC)
     y = tl.load(samples + 2 * index + 1, mask=in_range, other=float("nan")).to(ACC)
     return y, x
@@ -35,7 +34,7 @@ def fetch(samples, index, in_range, ACC: tl.constexpr):
 
 @triton.jit
 def locate(y, x, H, W, OFFSET: tl.constexpr):
-    """→ whether a sample sees any pixel, the corner (y0, x0) of its cell, and its place (fy, fx) in the cell."""
+    """→ live: does the sample see any pixel; (y0, x0): the top left corner of its cell; (fy, fx): its position in the cell."""
     y, x = position(y, H), position(x, W)
     live = (x >= -1) & (x < W) & (y >= -1) & (y < H)
     x, y = tl.where(live, x, 0), tl.where(live, y, 0)
@@ -45,7 +44,7 @@ def locate(y, x, H, W, OFFSET: tl.constexpr):
 
 @triton.jit
 def edges(live, y0, x0, H, W):
-    """Which of a cell's four corners are pixels of the image."""
+    """Masks of the cell's four corners: True where a corner is a pixel of the image."""
     left, right = live & (x0 >= 0), live & (x0 + 1 < W)
     top, bottom = y0 >= 0, y0 + 1 < H
     return left & top, right & top, left & bottom, right & bottom
@@ -53,7 +52,7 @@ def edges(live, y0, x0, H, W):
 
 @triton.jit
 def channel(c, H, W, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
-    """Where channel `c` of a pixel lies, from its first; pixels are STRIDE apart, 1 meaning that each channel is a plane."""
+    """Offset of channel `c` within a pixel; pixels are STRIDE apart, where 1 means that each channel is a plane."""
     if STRIDE == 1:
         c = c.to(OFFSET) * H * W
     return c
@@ -61,10 +60,7 @@ def channel(c, H, W, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr, ACC: tl.constexpr):
-    """The four pixels of each sample's cell, zero where there is none; `pixel` counts to (y0, x0), pixels are STRIDE apart.
-
-    `c` is where the channel lies, as ``channel`` says.
-    """
+    """Load the four pixels of each sample's cell, zero where masked; `pixel` is the index of (y0, x0), `c` is from ``channel``."""
     p = image + pixel * STRIDE + c
     v00 = tl.load(p, mask=k00 & in_c, other=0).to(ACC)
     v01 = tl.load(p + STRIDE, mask=k01 & in_c, other=0).to(ACC)
@@ -74,8 +70,8 @@ def corners(image, pixel, k00, k01, k10, k11, c, in_c, W, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def together(live, pixel):
-    """→ whether all samples that see the image lie in one cell, as all of a query that looks past it do, and in which."""
+def shared_cell(live, pixel):
+    """→ do all live samples share one cell, and which; the samples of a query that misses the image often do."""
     first = tl.min(tl.where(live, pixel, 2**30))
     last = tl.max(tl.where(live, pixel, -(2**30)))
     return first == last, first
@@ -83,10 +79,10 @@ def together(live, pixel):
 
 @triton.jit
 def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, in_c, W, STRIDE: tl.constexpr):
-    """Add each sample's row of `value` to the four pixels of its cell, in proportion; in what order is anyone's guess.
+    """Atomically add each sample's row of `value`, bilinearly weighted, to the four pixels of its cell; the order varies.
 
-    Rows that meet in `one_cell`, number `cell`, are summed before: a pixel that thousands of samples share would otherwise
-    take their additions one by one, at the cost of time and of digits.
+    If all rows go to `one_cell`, whose index is `cell`, they are reduced first: atomics on a pixel that thousands of samples
+    share would be serialized, and would lose precision.
     """
     bottom = fy * value
     top = value - bottom
@@ -106,13 +102,14 @@ def scatter(image, value, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, c, 
 
 @triton.jit
 def add_row(p, rows, k, in_c):
+    """Atomically add the sum of the rows that mask `k` selects."""
     there = tl.max(k.to(tl.int32), 0, keep_dims=True) > 0
     tl.atomic_add(p, tl.sum(tl.where(k, rows, 0), 0, keep_dims=True), mask=there & in_c, sem="relaxed")
 
 
 @triton.jit
 def interpolate(v00, v01, v10, v11, fy, fx):
-    """→ the value and its derivatives by y and x; differences first, so that a constant stays constant."""
+    """→ the value and its derivatives by y and x; written with differences, so a constant image interpolates exactly."""
     dx_top, dx_bottom = v01 - v00, v11 - v10
     top = v00 + fx * dx_top
     dy = v10 + fx * dx_bottom - top
@@ -121,7 +118,7 @@ def interpolate(v00, v01, v10, v11, fy, fx):
 
 @triton.jit
 def octave(depth, f):
-    """→ (2^f·depth reduced to [−½, ½] turns, 2^f); both exact, the power being made from its exponent bits."""
+    """→ (2^f·depth reduced to [−½, ½] turns, 2^f); both are exact, as the power is built from its exponent bits."""
     power = ((f + 127) << 23).to(tl.float32, bitcast=True).to(depth.dtype)
     t = power * depth
     return t - tl.floor(t + 0.5), power
@@ -131,8 +128,8 @@ def octave(depth, f):
 def wave(r, cosine):
     """sin 2πr, or cos 2πr where `cosine`, for r in [−½, ½].
 
-    Folded into a quarter turn, where a polynomial is as good as the library's sine, which keeps a slow path for large
-    arguments on the stack.
+    The argument is folded into a quarter turn and a polynomial evaluated: as accurate as the library's sine, whose slow path
+    for large arguments needs the stack.
     """
     a = tl.abs(r)
     r = tl.where(cosine, 0.25 - a, tl.where(a > 0.25, tl.where(r < 0, a - 0.5, 0.5 - a), r))

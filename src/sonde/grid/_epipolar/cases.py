@@ -15,7 +15,7 @@ EPIPOLAR = {
     "fused_sample_ops": dict(B=8, C=128, H=128, W=256, Q=256, D=123, heads=4, octaves=6),
 }
 
-# every edge a kernel can get wrong, small enough for the interpreter
+# every edge case a kernel can get wrong, small enough for the interpreter
 SMALL = {
     "odd_sizes": dict(B=2, C=5, H=6, W=7, Q=5, D=3, heads=3, octaves=2),
     "one_of_each": dict(B=1, C=1, H=1, W=1, Q=1, D=1, heads=1),
@@ -32,11 +32,11 @@ SMALL = {
     "no_pixels": dict(B=2, C=8, H=0, W=5, Q=3, D=2, heads=2, octaves=1),
 }
 
-# constants come from channels, heads, octaves, depth and dtype: a real case, an odd one, more samples than a program holds
+# channels, heads, octaves, D and dtype are compile-time constants: a real case, an odd one, more samples than a program holds
 _REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4, octaves=10)
 _ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
 _DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
-# what must compile without spills: on all architectures where `everywhere`, and all of it on one of them
+# must compile without spills: those marked `everywhere` on all architectures, the others on one
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=_REAL, dtype="float32", everywhere=True),
     dict(sizes=_REAL, dtype="bfloat16"),
@@ -66,9 +66,9 @@ def epipolar(
 ) -> dict[str, Tensor]:
     """images, samples, queries, depths and weights; `coords` is the dtype of samples and depths (float32 or wider).
 
-    ``lines``: each query's samples lie on a line through the image and 15 % of the queries see nothing, all their samples
-    being (−1, −1), as pixelSplat leaves them. ``uniform``: anywhere in ±1.25. ``one_pixel``: all in one place.
-    ``hostile``: uniform, mixed with coordinates that are huge, non-finite or exactly on an edge.
+    ``lines``: each query's samples lie on a line through the image; 15 % of the queries see nothing, with all samples at
+    (−1, −1), as in pixelSplat. ``uniform``: anywhere in ±1.25. ``one_pixel``: all in one place. ``hostile``: uniform, mixed
+    with coordinates that are huge, non-finite or exactly on an edge.
     """
     g = torch.Generator(device).manual_seed(seed)
     coords = coords or torch.promote_types(dtype, torch.float32)

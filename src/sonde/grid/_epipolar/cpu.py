@@ -1,11 +1,4 @@
-"""The form behind the epipolar operators, and its derivatives.
-
-T(images, samples, depths, coef, rows) = Σ_{bhqd} coef_{bhqd} · Σ_c tap_c(b,q,d) · row_c(b,h,q,d), where row_c is rows_{bhqc} for
-the first C' channels and the encoding of the depth, one for all heads, for the last 2·octaves.
-
-``sample_sum`` is ∂T/∂rows, ``sample_dot`` is ∂T/∂coef, and their gradients are the other derivatives: two kernels serve
-both operators in both directions. They are in ``cpu_kernels``.
-"""
+"""CPU passes for derivatives of the form T, which ``gpu.py`` defines; the two kernels in ``cpu_kernels.py`` serve all of them."""
 
 from __future__ import annotations
 
@@ -21,19 +14,19 @@ from ...op.cpu_steps import Array, CpuPass
 from ...op.dtypes import accumulator
 from ...op.layout import memory_format, outline
 from ...op.simd import LANES
-from .._scatter.cpu_sums import BLOCK, crowd_bytes
+from .._scatter.cpu_sums import BLOCK, spill_bytes
 from .cpu_kernels import per_channel, per_query
 
 Opt = Tensor | None
 Shapes = Mapping[str, tuple[int, ...]]
-OPERANDS = ("samples", "depths", "coef", "rows")  # as kernels take them, and their derivatives
-PER_HEAD = ("coef", "rows")  # the other derivatives are sums over heads
+OPERANDS = ("samples", "depths", "coef", "rows")  # in the order in which kernels take them and their derivatives
+PER_HEAD = ("coef", "rows")  # have a dimension of heads; the other derivatives are sums over heads
 
 
 def derivatives(wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int = 0, *, dtype: torch.dtype | None = None) -> Pass:
-    """The pass from these operands to the derivatives of T by those that `wants` names, each with the name it has in a plan.
+    """The pass that takes the operands `given` and returns the derivatives of T by those in `wants`: operand → name in a plan.
 
-    A derivative is rounded as that operand is, or to `dtype` if that is not given. Operands may be meta tensors.
+    A derivative has the dtype of its operand, or `dtype` if that operand is not given. Operands may be meta tensors.
     """
     images, samples, depths, coef, rows = (given.get(name) for name in ("images", *OPERANDS))
     assert images is not None
@@ -46,20 +39,20 @@ def derivatives(wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int
         found = _add_blocks(p, wants, heads, shapes, octaves)
     for want in wants:
         operand = given.get(want)
-        kind = dtype if operand is None else operand.dtype
-        assert kind is not None
-        found[want] = p.rounded(found[want], shapes[want], kind)
+        rounded = dtype if operand is None else operand.dtype
+        assert rounded is not None
+        found[want] = p.rounded(found[want], shapes[want], rounded)
     return p.returns(*(found[want] for want in wants))
 
 
 def _add_blocks(p: CpuPass, wants: Mapping[str, str], heads: int, shapes: Shapes, octaves: int) -> dict[str, str]:
-    """Kernels add up the heads of a block one by one, and blocks are added up here."""
+    """Sums over more than BLOCK heads: kernels sum one block of heads, and the blocks are summed here in float64."""
     found = {x: p.buffer(f"d_{x}", shapes[x], p.accumulator) for x in wants if x in PER_HEAD}
     for first in range(0, heads, BLOCK):
         last = min(first + BLOCK, heads)
-        some = {x: (n[0], last - first, *n[2:]) if x in PER_HEAD else n for x, n in shapes.items()}
-        of_block = _add_block(p, wants, list(wants) if last == heads else [], some, octaves, slice(first, last))
-        for x, grad in of_block.items():
+        block_shapes = {x: (n[0], last - first, *n[2:]) if x in PER_HEAD else n for x, n in shapes.items()}
+        finished = list(wants) if last == heads else []
+        for x, grad in _add_block(p, wants, finished, block_shapes, octaves, slice(first, last)).items():
             if x in PER_HEAD:
                 p.call("torch.copy_", lambda whole, part, a=first, b=last: whole[:, a:b].copy_(part), [found[x], grad])
             elif first:
@@ -70,9 +63,9 @@ def _add_blocks(p: CpuPass, wants: Mapping[str, str], heads: int, shapes: Shapes
 
 
 def _add_block(
-    p: CpuPass, wants: Mapping[str, str], done: Sequence[str], shapes: Shapes, octaves: int, heads: slice | None = None
+    p: CpuPass, wants: Mapping[str, str], finished: Sequence[str], shapes: Shapes, octaves: int, heads: slice | None = None
 ) -> dict[str, str]:
-    """The derivatives of a block of heads, or of all; of which those are `done` then."""
+    """Steps for the derivatives of a block of heads, or of all; the plan says that they write the `finished` ones."""
     images, wide, found = p.given["images"], p.accumulator, {}
     assert images is not None
     B, C, H, W = images.shape
@@ -87,18 +80,18 @@ def _add_block(
         strides = (1, C) if layout == torch.channels_last else (H * W, 1)
         blocks, width = _blocks(B, C, p.threads)
         args = width, H, W, C, *operands, powers, Array(found["images"], (B * C * H * W,)), *strides
-        own = H * W * (width + LANES) * wide.itemsize + crowd_bytes(H * W)  # the image that each thread adds to
-        writes = [wants["images"]] if "images" in done else []
-        p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=own)
-    if asked := [x for x in wants if x != "images"]:
+        scratch = H * W * (width + LANES) * wide.itemsize + spill_bytes(H * W)  # the image that each thread adds to
+        writes = [wants["images"]] if "images" in finished else []
+        p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=scratch)
+    if per_sample := [x for x in wants if x != "images"]:
         Q, D = shapes["samples"][1:3]
-        for x in asked:  # rows are written whole, the others only where a sample sees the image
+        for x in per_sample:  # rows are always written, the others only where a sample sees the image
             found[x] = p.buffer(f"d_{x}", shapes[x], wide, fill=None if x == "rows" else 0)
-        results = [Array(found[x], shapes[x]) if x in asked and (x != "depths" or octaves) else none[x] for x in OPERANDS]
+        results = [Array(found[x], shapes[x]) if x in per_sample and (x != "depths" or octaves) else none[x] for x in OPERANDS]
         pixels = Array(p.dense("images", wide, lambda t: t.permute(0, 2, 3, 1)), (B * H * W, C))
-        enough = max(1, 2**15 // max(1, C * D))  # queries that are worth a thread
-        writes = [wants[x] for x in asked if x in done]
-        p.run(per_query, B * Q, [H, W, pixels, *operands, powers, *results], grain=enough, writes=writes)
+        grain = max(1, 2**15 // max(1, C * D))  # queries that are worth a thread
+        writes = [wants[x] for x in per_sample if x in finished]
+        p.run(per_query, B * Q, [H, W, pixels, *operands, powers, *results], grain=grain, writes=writes)
     return found
 
 
@@ -115,7 +108,7 @@ def _heads(coef: Opt, rows: Opt) -> int:
 
 
 def _blocks(B: int, C: int, threads: int) -> tuple[int, int]:
-    """Into how many blocks channels are cut to occupy all threads, and how wide they are; no bit depends on it."""
+    """→ number and width of the blocks of channels that occupy all threads; results do not depend on it."""
     blocks = min(-(-threads // max(1, B)), -(-C // LANES))
     width = -(-C // (max(1, blocks) * LANES)) * LANES
     return -(-C // max(1, width)), width

@@ -1,4 +1,4 @@
-"""Kernels of ``cpu``: `per_query` works query by query; `per_channel` owns channels of the images' gradient."""
+"""CPU kernels: ``per_query`` computes the gradients of queries, ``per_channel`` the gradient of blocks of image channels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from ...op.cpu import exact_part, jit, part
 from ...op.simd import LANES, fma, load, spread, store, total
-from .._scatter.cpu_sums import BLOCK, HITS, LENGTH, clear, crowd_of, flush, met, move, settle
+from .._scatter.cpu_sums import BLOCK, HITS, LENGTH, add_spilled, block_full, clear, flush, move, new_spill
 
-TILE = 32  # samples of a query in work at one time: their taps stay in the first cache
+TILE = 32  # samples of a query processed together: their taps stay in the L1 cache
 
 
 @jit
@@ -25,12 +25,12 @@ def per_query(
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C']
     octaves,  # 1, 2, 4, …
-    g_samples,  # like samples; a result that is empty is not wanted
+    g_samples,  # derivatives, shaped like their operands; empty if not wanted
     g_depths,
     g_coef,
     g_rows,
 ):
-    """∂T/∂(samples, depths, coef, rows) of queries `start` to `stop`."""
+    """∂T/∂(samples, depths, coef, rows) of queries `start` to `stop`; sums over samples run tile by tile, in order."""
     Q, D, C, F = samples.shape[1], samples.shape[2], pixels.shape[1], len(octaves)
     want_samples, want_depths, want_coef, want_rows = g_samples.size > 0, g_depths.size > 0, g_coef.size > 0, g_rows.size > 0
     h = max(coef.shape[1], rows.shape[1])
@@ -45,7 +45,7 @@ def per_query(
     c = np.zeros((TILE, heads + 1), dtype)
     row = np.zeros((heads, plain), dtype)
     g_row = np.zeros((heads, padded), dtype)
-    whole = np.zeros((heads if D > BLOCK else 0, padded), np.float64)  # what blocks of g_row add up to
+    whole = np.zeros((heads if D > BLOCK else 0, padded), np.float64)  # the sum of finished blocks of g_row
     flat_row = g_row.reshape(1, g_row.size)
     dot = np.empty(heads, np.float64)
 
@@ -112,7 +112,7 @@ def per_channel(
     stride_c,
     stride_x,
 ):
-    """∂T/∂images of blocks `start` to `stop` of `width` channels, summed over queries, samples and corners in this order always."""
+    """∂T/∂images of blocks `start` to `stop` of `width` channels; sums always run over queries, samples, corners in this order."""
     Q, D, h, F = samples.shape[1], samples.shape[2], coef.shape[1], len(octaves)
     blocks, plain = -(-C // width), C - 2 * F
     dtype = samples.dtype
@@ -122,9 +122,9 @@ def per_channel(
     wave = np.empty((1, TILE * 2 * F), dtype)
     c = np.zeros((TILE, h + 1), dtype)
     row = np.zeros((h, width), dtype)
-    image = np.empty((H * W, width + LANES), dtype)  # room to write whole lanes
-    flat, across = image.reshape(1, image.size), width + LANES
-    crowd = crowd_of(H * W, Q * D, 4, width)
+    image = np.empty((H * W, width + LANES), dtype)  # padded, so that whole vectors can be stored
+    flat, pitch = image.reshape(1, image.size), width + LANES
+    spill = new_spill(H * W, Q * D, 4, width)
 
     for n in range(start, stop):
         b, low = n // blocks, n % blocks * width
@@ -133,7 +133,7 @@ def per_channel(
         for p in range(H * W):
             for k in range(width + LANES):
                 image[p, k] = 0
-        clear(crowd)
+        clear(spill)
         for q in range(Q):
             for j in range(h):
                 for k in range(middle - low):
@@ -145,15 +145,15 @@ def per_channel(
                     _encode(b, q, m, at, depths, octaves, wave)
                 i = 0
                 while i < m:
-                    stop_at = _run_of(i, m, corner)
-                    _scatter(i, stop_at, h, low, middle, high, b * H * W, 2 * F, plain, c, row, wave, corner, weight, image)
-                    if met(corner[i, 0] - b * H * W, HITS, crowd):
+                    run_end = _run_end(i, m, corner)
+                    _scatter(i, run_end, h, low, middle, high, b * H * W, 2 * F, plain, c, row, wave, corner, weight, image)
+                    if block_full(corner[i, 0] - b * H * W, HITS, spill):
                         for j in range(4):
                             p = corner[i, j] - b * H * W
-                            flush(p, flat, p * across, p * across + width, crowd)
-                    i = stop_at
-        settle(flat, width, crowd)
-        for first in range(0, H * W, LANES):  # a transposition, by pieces that stay in the cache
+                            flush(p, flat, p * pitch, p * pitch + width, spill)
+                    i = run_end
+        add_spilled(flat, width, spill)
+        for first in range(0, H * W, LANES):  # a transpose in tiles that stay in the cache
             for k in range(high - low):
                 for p in range(first, min(first + LANES, H * W)):
                     g_images[b * C * H * W + (low + k) * stride_c + p * stride_x] = image[p, k]
@@ -161,7 +161,7 @@ def per_channel(
 
 @part
 def _locate(b, q, first, last, H, W, samples, at, corner, weight):
-    """List the samples that see the image: which they are, their corners, and the corners' weights and slopes in x and y."""
+    """List the samples of `first` to `last` that see the image: index, corners, and the corners' weights and slopes in x and y."""
     real = samples.dtype.type
     m = 0
     if H * W == 0:
@@ -183,12 +183,12 @@ def _locate(b, q, first, last, H, W, samples, at, corner, weight):
 
 @exact_part
 def _position(u, size, one):
-    return ((u + one) * size - one) / (one + one)  # each operation rounded: the same bits as the reference
+    return ((u + one) * size - one) / (one + one)  # without FMA, so that the bits are the reference's
 
 
 @part
 def _axis(x, size, length, half):
-    """Two corners along an axis, their weights and slopes; where one is outside, the other takes both places, by halves."""
+    """Two corners along an axis, their weights and slopes; if one is outside, the other appears twice with half its weight."""
     i, f, one, slope = int(np.floor(x)), x - np.floor(x), half + half, half * length
     if i < 0:
         return 0, 0, half * f, half * f, half * slope, half * slope
@@ -199,7 +199,7 @@ def _axis(x, size, length, half):
 
 @part
 def _pick(b, q, m, at, coef, c):
-    """c[i] = the heads' coefficients of the samples listed, and their sum."""
+    """c[i] = the coefficients of listed sample i for each head, then their sum."""
     h = coef.shape[1]
     for i in range(m):
         whole = 0.0
@@ -211,6 +211,7 @@ def _pick(b, q, m, at, coef, c):
 
 @part
 def _tap(m, pixels, corner, weight, tap):
+    """tap[i] = listed sample i of all channels."""
     C = pixels.shape[1]
     for i in range(m):
         for k in range(0, C, LANES):
@@ -238,7 +239,7 @@ def _combine(m, c, tap, g_row):
 
 @part
 def _dots(i, n, F, tap, row, wave, dot):
-    """dot[j] = tap[i]·row[j], four heads at a time, and the encoded channels for all."""
+    """dot[j] = tap[i]·row[j], four heads at a time; the dot product of the encoded channels is the same for all."""
     zero = spread(tap.dtype.type(0))
     shared = zero
     for k in range(0, 2 * F, LANES):
@@ -258,7 +259,7 @@ def _dots(i, n, F, tap, row, wave, dot):
 
 @part
 def _mix(i, k, n, h, c, row):
-    """Σ_j c[i, j]·row[j] of the lanes at k."""
+    """Σ_j c[i, j]·row[j] for the vector of channels at k."""
     v = spread(row.dtype.type(0))
     for j in range(h):
         v = fma(c[i, j], load(row, j, k, n), v)
@@ -288,8 +289,8 @@ def _corner_dots(i, h, n, F, c, row, wave, pixels, corner):
 
 
 @part
-def _run_of(i, m, corner):
-    """Where the samples end that share the corners of sample i."""
+def _run_end(i, m, corner):
+    """One past the last of the consecutive samples that share the corners of sample i."""
     end = i + 1
     while end < m and corner[end, 0] == corner[i, 0] and corner[end, 3] == corner[i, 3]:
         end += 1
@@ -300,7 +301,8 @@ def _run_of(i, m, corner):
 def _scatter(first, last, h, low, middle, high, base, waves, plain, c, row, wave, corner, weight, image):
     """image[p] += Σ_i weight·(Σ_j c[i, j]·row[j]) for the four corners p that samples `first` to `last` share.
 
-    They are summed before they meet the pixel: one that thousands of samples share would swallow their last digits.
+    They are summed before they are added to the pixel: the large sum of a pixel that thousands of samples share would round off
+    their last digits.
     """
     zero = spread(row.dtype.type(0))
     for k in range(0, middle - low, LANES):
@@ -319,20 +321,20 @@ def _scatter(first, last, h, low, middle, high, base, waves, plain, c, row, wave
 
 @part
 def _add(i, k, base, corner, image, s0, s1, s2, s3):
-    """image[p] += s of each of the four corners p; they may be the same pixel, so one after the other."""
+    """image[p] += s for the four corners p, one after the other, as they may be the same pixel."""
     n, one = image.shape[1], image.dtype.type(1)
     for j, s in enumerate((s0, s1, s2, s3)):
         p = corner[i, j] - base
         store(fma(one, s, load(image, p, k, n)), image, p, k)
 
 
-# sin 2πs = s·(A0 + A1·s² + …) by Taylor: the rest is 3e-16 at a quarter turn
+# Taylor series sin 2πs = s·(A0 + A1·s² + …); its error is 3e-16 at a quarter turn
 A0, A1, A2, A3, A4, A5, A6, A7, A8, A9 = ((-1) ** k * math.tau ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10))
 
 
 @part
 def _encode(b, q, m, at, depths, octaves, wave):
-    """Sine and cosine of 2πt for t = depth·octave, side by side; both are the sine of a quarter turn at most."""
+    """Sine and cosine of 2πt, interleaved, for t = depth·octave; both are computed as a sine of at most a quarter turn."""
     real = wave.dtype.type
     F = len(octaves)
     for i in range(m):
@@ -342,7 +344,7 @@ def _encode(b, q, m, at, depths, octaves, wave):
     for k in range(m * F * 2):
         r = wave[0, k] - np.rint(wave[0, k])
         a = abs(r)
-        s = real(0.25) - a if k & 1 else min(a, real(0.5) - a)  # rounded only where the sine is flat
+        s = real(0.25) - a if k & 1 else min(a, real(0.5) - a)  # the subtraction rounds only where the sine is flat
         z = s * s
         v = real(A4) + z * (real(A5) + z * (real(A6) + z * (real(A7) + z * (real(A8) + z * real(A9)))))
         v = s * (real(A0) + z * (real(A1) + z * (real(A2) + z * (real(A3) + z * v))))

@@ -1,4 +1,4 @@
-"""The kernels of the form in ``gpu``, and the configurations that they run in."""
+"""Kernels for derivatives of the form T in ``gpu``, and their configurations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ... import jit
 from ...jit.launch import Launch, accumulator, cdiv, power_of_2
 from .._device.axes import over_channels
 from .._device.layout import as_images
-from .._device.long_sums import MANY, nothing, plus, settled
-from .._device.taps import TURN, channel, corners, edges, fetch, interpolate, locate, octave, scatter, together, wave
+from .._device.long_sums import MANY, compensated, two_sum, zeros
+from .._device.taps import TAU, channel, corners, edges, fetch, interpolate, locate, octave, scatter, shared_cell, wave
 from .reference import dots
 
-BLOCK_C = 32  # channels of a tile: eight threads with one access each
+BLOCK_C = 32  # channels of a tile: eight threads with one vector access each
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how."""
+    """Sizes and dtypes of a launch."""
 
     B: int
     H: int
@@ -31,18 +31,18 @@ class Problem(NamedTuple):
     D: int
     C: int
     stride: int  # of the images, from pixel to pixel; 1 where each channel is a plane
-    d_stride: int  # of their gradient; 0 where it is not asked for
+    d_stride: int  # the same for their gradient; 0 if not needed
     heads: int
     octaves: int
     wide: torch.dtype
-    int64: bool  # offsets
-    gradients: bool  # coef and rows are both there
+    int64: bool  # 64-bit offsets
+    gradients: bool  # both coef and rows are given
 
 
 class Config(NamedTuple):
-    block_q: int  # queries of a program, next to each other
-    block_d: int  # samples of a query that are in flight together
-    tiles: int  # tiles of channels that are in flight together
+    block_q: int  # consecutive queries of a program
+    block_d: int  # samples of a query in flight
+    tiles: int  # tiles of channels in flight
     num_warps: int
 
 
@@ -57,28 +57,26 @@ def _tiles(p: Problem) -> int:
 def form_config(p: Problem) -> Config:
     """Good on an H200 at pixelSplat's sizes and elsewhere: one warp, with four or eight samples of one query in flight.
 
-    The tiles of a value are in flight together; of gradients, which need more registers, fewer. What decides the order of a sum
-    depends on the samples of a query, never on how many queries there are.
+    A forward pass has up to five tiles in flight; gradients, which need more registers, fewer. Whatever decides the order of a
+    sum depends on the samples per query, never on the number of queries.
     """
     block_d = min(4 if p.gradients and p.D < 64 else 8, power_of_2(p.D))
-    most = (
-        5 if not p.gradients else 3 if p.d_stride and p.octaves and block_d <= 4 else 1
-    )  # with the sums of all heads, three spill
+    most = 5 if not p.gradients else 3 if p.d_stride and p.octaves and block_d <= 4 else 1  # elsewhere three tiles spill
     return Config(max(1, 4 // block_d), block_d, min(most, _tiles(p)), 1)
 
 
 def rows_config(p: Problem) -> Config:
-    """Two warps with all tiles in flight; where queries are too few to fill the device, one warp with two. Whatever the batch."""
+    """Two warps with up to five tiles in flight; one warp with two if queries are too few to fill the device. Independent of B."""
     block_d, few = min(4, power_of_2(p.D)), p.Q < 2048
     return Config(2 * (4 // block_d), block_d, min(2 if few else 5, _tiles(p)), 1 if few else 2)
 
 
 def candidate_configs(default: Config, p: Problem) -> list[Config]:
-    """The default, then others, those that differ in the fewest respects first."""
+    """The default, then the others, those that differ from it in the fewest fields first."""
     tiles = {1, 2, 3, 5, default.tiles} & set(range(1, _tiles(p) + 1))
     found = {default: 0}
-    rows_of_a_warp = (4, 8) if p.stride > 1 else (2, 4, 8)  # of planes no program may have many
-    for t, warps, rows, block_d in product(sorted(tiles), (1, 2, 4), rows_of_a_warp, (2, 4, 8)):
+    warp_rows = (4, 8) if p.stride > 1 else (2, 4, 8)  # planes allow few samples per program, see below
+    for t, warps, rows, block_d in product(sorted(tiles), (1, 2, 4), warp_rows, (2, 4, 8)):
         if block_d <= min(power_of_2(p.D), warps * rows):
             config = Config(warps * rows // block_d, block_d, t, warps)
             found[config] = sum(x != y for x, y in zip(config, default))
@@ -86,13 +84,13 @@ def candidate_configs(default: Config, p: Problem) -> list[Config]:
 
 
 def fits(p: Problem, config: Config) -> bool:
-    """Every number is a power of two but that of the tiles, and all tiles' sums fit into registers."""
+    """All fields but `tiles` are powers of two, and the accumulators of all tiles fit into registers."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.block_q, config.block_d, config.num_warps))
     return powers and 0 < config.tiles <= _tiles(p) and config.block_q * config.block_d <= 16 * config.num_warps
 
 
-# Triton 3.6 fails on samples that are fetched a turn ahead ("operand #0 does not dominate this use") where images are planes and a
-# program has this many samples or more: a warp's worth, or half of it where no gradient of the images is added up.
+# Triton 3.6 fails on prefetched samples ("operand #0 does not dominate this use") if images are planes and a program has this many
+# samples or more: 32, or 16 in ``form`` without a gradient of the images.
 
 
 def fits_rows(p: Problem, config: Config) -> bool:
@@ -111,7 +109,7 @@ def _constants(p: Problem, config: Config) -> tuple:
 
 
 def _sizes(p: Problem) -> tuple[int, int, int, int]:
-    """Images without pixels get a width that no sample is within: within 0 there is a place at −½, where weights would be read."""
+    """Images without pixels get width −1, within which no sample lies: with width 0, one at −½ would count as live."""
     return p.H, p.W if p.H * p.W else -1, p.Q, p.D
 
 
@@ -127,7 +125,7 @@ def launch_rows(p: Problem, config: Config) -> Launch:
 
 
 def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *results) -> dict[int, Tensor]:
-    """T is the sum of coef · dots: its value gives one derivative, its gradient the others. In slices of the queries."""
+    """Reference results for the search. T = Σ coef · dots: dots is ∂T/∂coef, its gradient gives the rest; in slices of queries."""
     memory, images = results[0], _unpadded(p, images, p.stride)
     results = (_unpadded(p, memory, p.d_stride), *results[1:])
     wanted = {name: i for i, name in enumerate(("images", "samples", "coef", "depths", "rows")) if results[i] is not None}
@@ -145,12 +143,11 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
             value = dots(leaves["images"], leaves["samples"], leaves["rows"], leaves["depths"], p.octaves, p.wide)
         if "coef" in wanted:
             sums["coef"][:, :, part] = value.detach()
-        asked = [name for name in wanted if name != "coef"]
-        if asked:
-            found = torch.autograd.grad(value, [leaves[name] for name in asked], coef[:, :, part].to(p.wide))
-            for name, grad in zip(asked, found):
-                where = {"images": sums[name], "rows": sums[name][:, :, part]}.get(name, sums[name][:, part])
-                where += grad
+        if names := [name for name in wanted if name != "coef"]:
+            found = torch.autograd.grad(value, [leaves[name] for name in names], coef[:, :, part].to(p.wide))
+            for name, grad in zip(names, found):
+                target = {"images": sums[name], "rows": sums[name][:, :, part]}.get(name, sums[name][:, part])
+                target += grad
     if memory is not None and memory.dim() == 1:
         padded = torch.zeros_like(memory, dtype=p.wide)
         _unpadded(p, padded, p.d_stride).copy_(sums["images"])
@@ -159,12 +156,12 @@ def expected(p: Problem, images: Tensor, samples: Tensor, coef, rows, depths, *r
 
 
 def _unpadded(p: Problem, images, stride: int):
-    """Padded pixels come as memory: the images in it."""
+    """The images in a flat buffer of padded pixels; others are returned as they are."""
     return images if images is None or images.dim() > 1 else as_images(images, (p.B, p.C, p.H, p.W), stride)
 
 
 def expected_rows(p: Problem, images: Tensor, samples: Tensor, coef: Tensor, d_rows: Tensor, d_images) -> dict[int, Tensor]:
-    """Channels that meet an encoding take no part."""
+    """The same for ``_rows``, which leaves out the channels of the encoding."""
     C, images = p.C - 2 * p.octaves, _unpadded(p, images, p.stride)
     found = expected(p._replace(C=C, octaves=0), images[:, :C], samples, coef, None, None, *[None] * 4, d_rows)
     return {3: found[4], **({} if d_images is None else {4: torch.zeros_like(d_images)})}
@@ -177,7 +174,7 @@ def _form(
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C − 2·OCTAVES]
     depths,  # [B, Q, D]
-    d_images,  # derivatives of T, shaped as their operands; None where nobody asked
+    d_images,  # derivatives of T, shaped like their operands; None if not wanted
     d_samples,
     d_coef,
     d_depths,
@@ -194,11 +191,15 @@ def _form(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    UNROLL: tl.constexpr,  # tiles of channels that are in flight together
+    UNROLL: tl.constexpr,  # tiles of channels in flight
     D_STRIDE: tl.constexpr,
 ):
-    """All derivatives but that by the rows: block after block of samples, for each all channels."""
-    # tensors are [samples, channels]; what there is one of per head is a tuple
+    """All derivatives of T but ∂T/∂rows, for all samples of BLOCK_Q queries: BLOCK_D samples per query at a time.
+
+    Each block of samples loops over all tiles of channels, then over those of the encoding. ∂T/∂(coef, samples, depths) are
+    summed in registers per channel of the tile and reduced over channels last; ∂T/∂images is added atomically, tile by tile.
+    Tensors are [samples, channels]; values per head are tuples of them.
+    """
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     LONG: tl.constexpr = ROW_C > MANY * BLOCK_C
@@ -207,29 +208,29 @@ def _form(
     i = tl.arange(0, ROWS)[:, None]
     q = tl.program_id(0) % blocks * BLOCK_Q + i // BLOCK_D
     in_q = q < Q
-    hq = b * HEADS * Q + q  # which row of the first head
+    hq = b * HEADS * Q + q  # the query's row in the first head
     image = images + b * H * W * (C if STRIDE == 1 else STRIDE)
     if d_images is not None:
         d_image = d_images + b * H * W * (C if D_STRIDE == 1 else D_STRIDE)
 
-    AHEAD: tl.constexpr = d_images is None  # coordinates are fetched a turn ahead, unless additions need the registers
-    if AHEAD:
+    PREFETCH: tl.constexpr = d_images is None  # the scatter needs the registers
+    if PREFETCH:
         y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, in_q & (i % BLOCK_D < D), ACC)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + i % BLOCK_D
         in_qd = in_q & (d < D)
-        qd = (b * Q + q) * D + d  # which sample
-        if not AHEAD:
+        qd = (b * Q + q) * D + d  # index of the sample
+        if not PREFETCH:
             y, x = fetch(samples, qd, in_qd, ACC)
         live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
-        if AHEAD:
+        if PREFETCH:
             y, x = fetch(samples, qd + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)
         k00, k01, k10, k11 = edges(live, y0, x0, H, W)
         pixel = y0 * W + x0
         if d_images is not None:
-            one_cell, cell = together(live, pixel)
+            one_cell, cell = shared_cell(live, pixel)
         w = ()
-        g_coef = ()  # sums over channels stay apart by channel of the tile until the end
+        g_coef = ()  # accumulators are per channel of the tile until the end
         for h in tl.static_range(HEADS):
             if coef is not None:
                 w = w + (tl.load(coef + (hq + h * Q) * D + d, mask=live, other=0).to(ACC),)
@@ -238,8 +239,8 @@ def _form(
         g_y = tl.zeros([ROWS, BLOCK_C], ACC)
         g_x = tl.zeros([ROWS, BLOCK_C], ACC)
         if LONG:
-            lost_coef = nothing(g_y, len(g_coef))
-            lost_y, lost_x = nothing(g_y, 2)
+            lost_coef = zeros(g_y, len(g_coef))
+            lost_y, lost_x = zeros(g_y, 2)
 
         for c0 in tl.range(0, ROW_C, BLOCK_C, loop_unroll_factor=UNROLL):
             c = c0 + tl.arange(0, BLOCK_C)[None, :]
@@ -257,26 +258,26 @@ def _form(
                 r = tl.load(rows + (hq + h * Q) * ROW_C + c, mask=in_q & in_c, other=0).to(ACC)
                 if d_coef is not None:
                     if LONG:
-                        total, lost = plus(g_coef[h], lost_coef[h], r * s)
+                        total, lost = two_sum(g_coef[h], lost_coef[h], r * s)
                         sums = sums + (total,)
                         losses = losses + (lost,)
                     else:
                         sums = sums + (g_coef[h] + r * s,)
                 if d_samples is not None or d_images is not None:
                     if HEADS > MANY:
-                        a, lost_a = plus(a, lost_a, w[h] * r)
+                        a, lost_a = two_sum(a, lost_a, w[h] * r)
                     else:
                         a += w[h] * r
             if HEADS > MANY:
-                a = settled(a, lost_a)
+                a = compensated(a, lost_a)
             if d_coef is not None:
                 g_coef = sums
                 if LONG:
                     lost_coef = losses
             if d_samples is not None:
                 if LONG:
-                    g_y, lost_y = plus(g_y, lost_y, a * dy)
-                    g_x, lost_x = plus(g_x, lost_x, a * dx)
+                    g_y, lost_y = two_sum(g_y, lost_y, a * dy)
+                    g_x, lost_x = two_sum(g_x, lost_x, a * dx)
                 else:
                     g_y += a * dy
                     g_x += a * dx
@@ -293,11 +294,11 @@ def _form(
                     lost_w = tl.zeros_like(w_all)
                 for h in tl.static_range(HEADS):
                     if HEADS > MANY:
-                        w_all, lost_w = plus(w_all, lost_w, w[h])
+                        w_all, lost_w = two_sum(w_all, lost_w, w[h])
                     else:
                         w_all += w[h]
                 if HEADS > MANY:
-                    w_all = settled(w_all, lost_w)
+                    w_all = compensated(w_all, lost_w)
             for c0 in range(0, 2 * OCTAVES, BLOCK_C):
                 c = c0 + tl.arange(0, BLOCK_C)[None, :]
                 in_c = c < 2 * OCTAVES
@@ -324,14 +325,14 @@ def _form(
                     at = channel(ROW_C + c, H, W, D_STRIDE, OFFSET)
                     scatter(d_image, a, fy, fx, pixel, k00, k01, k10, k11, one_cell, cell, at, in_c, W, D_STRIDE)
             if d_depths is not None:
-                total = over_channels(g_depth, live) * TURN
+                total = over_channels(g_depth, live) * TAU
                 tl.store(d_depths + qd, total.to(d_depths.dtype.element_ty), mask=in_qd)
 
         if LONG:
-            g_y, g_x = settled(g_y, lost_y), settled(g_x, lost_x)
+            g_y, g_x = compensated(g_y, lost_y), compensated(g_x, lost_x)
         if d_coef is not None:
             for h in tl.static_range(HEADS):
-                total = over_channels(settled(g_coef[h], lost_coef[h]) if LONG else g_coef[h], live)
+                total = over_channels(compensated(g_coef[h], lost_coef[h]) if LONG else g_coef[h], live)
                 tl.store(d_coef + (hq + h * Q) * D + d, total.to(d_coef.dtype.element_ty), mask=in_qd)
         if d_samples is not None:
             total = over_channels(g_x, live) * (0.5 * W)
@@ -342,7 +343,7 @@ def _form(
 
 @triton.jit
 def clear(x, N, BLOCK: tl.constexpr):
-    """Zeros for N numbers, by all programs together."""
+    """Zero N elements, shared among all programs of the launch."""
     program = tl.program_id(0) + tl.program_id(1).to(tl.int64) * tl.num_programs(0)
     step = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * BLOCK
     for first in range(program * BLOCK, N, step):
@@ -356,7 +357,7 @@ def _rows(
     samples,  # [B, Q, D, 2]
     coef,  # [B, h, Q, D]
     d_rows,  # [B, h, Q, C − 2·OCTAVES]
-    d_images,  # [B, H, W, C], to be cleared for the next kernel, which adds to it; None where there is none
+    d_images,  # [B, H, W, C], cleared for ``_form``, which adds to it; or None
     H,
     W,
     Q,
@@ -372,9 +373,12 @@ def _rows(
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
     D_STRIDE: tl.constexpr,
-    LONG: tl.constexpr,  # queries have so many samples that sums must be compensated
+    LONG: tl.constexpr,  # sums over samples are long enough to need compensation
 ):
-    """∂T/∂rows: some tiles of channels, all samples in turn; a thread's sums stay in it until the end. Then zeros for others."""
+    """∂T/∂rows for TILES tiles of channels of BLOCK_Q queries, all heads; accumulators stay in registers.
+
+    The loop takes BLOCK_D samples of each query per step, each with an accumulator of its own; these are reduced last.
+    """
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_D
     blocks = tl.cdiv(Q, BLOCK_Q)
@@ -387,12 +391,12 @@ def _rows(
     for _ in tl.static_range(TILES * HEADS):
         totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
     if LONG:
-        lost = nothing(totals[0], TILES * HEADS)
+        lost = zeros(totals[0], TILES * HEADS)
     y, x = fetch(samples, (b * Q + q) * D + i % BLOCK_D, (q < Q) & (i % BLOCK_D < D), ACC)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + i % BLOCK_D
         live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
-        y, x = fetch(samples, (b * Q + q) * D + d + BLOCK_D, (q < Q) & (d + BLOCK_D < D), ACC)  # hides the latency of the next turn
+        y, x = fetch(samples, (b * Q + q) * D + d + BLOCK_D, (q < Q) & (d + BLOCK_D < D), ACC)  # prefetch
         k00, k01, k10, k11 = edges(live, y0, x0, H, W)
         w = ()
         for h in tl.static_range(HEADS):
@@ -406,7 +410,7 @@ def _rows(
             s, _dy, _dx = interpolate(v00, v01, v10, v11, fy, fx)
             for h in tl.static_range(HEADS):
                 if LONG:
-                    more, less = plus(totals[t * HEADS + h], lost[t * HEADS + h], w[h] * s)
+                    more, less = two_sum(totals[t * HEADS + h], lost[t * HEADS + h], w[h] * s)
                     sums = sums + (more,)
                     losses = losses + (less,)
                 else:
@@ -418,7 +422,7 @@ def _rows(
     for t in tl.static_range(TILES):
         at = c + t * BLOCK_C
         for h in tl.static_range(HEADS):
-            total = settled(totals[t * HEADS + h], lost[t * HEADS + h]) if LONG else totals[t * HEADS + h]
+            total = compensated(totals[t * HEADS + h], lost[t * HEADS + h]) if LONG else totals[t * HEADS + h]
             total = tl.sum(tl.reshape(total, [BLOCK_Q, BLOCK_D, BLOCK_C]), 1)
             to = d_rows + (b * HEADS * Q + h * Q + q) * ROW_C + at
             tl.store(to, total.to(d_rows.dtype.element_ty), mask=(q < Q) & (at < ROW_C))

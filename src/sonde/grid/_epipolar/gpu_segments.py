@@ -1,4 +1,4 @@
-"""The gradient of the form's images in a fixed order of additions: what one piece of a cell's samples adds up to."""
+"""∂T/∂images with a fixed order of additions, by sorted segments (see ``_scatter.segments``): the sums of one piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...jit.launch import Launch, accumulator, cdiv
 from ...jit.steps import Pass
 from ...op.plan import Determinism
-from .._device.long_sums import nothing
+from .._device.long_sums import zeros
 from .._device.taps import fetch, locate, octave, wave
 from .._scatter.segments import (
     BLOCK,
@@ -27,26 +27,26 @@ from .._scatter.segments import (
 )
 from .gpu_kernels import Problem
 
-TILES = 5  # tiles of channels whose sums one program keeps in registers
-BLOCK_N = 4  # samples of a piece that are in flight together
-ROOM = 1 << 26  # bytes that the workspace may always take; more only where the images are larger than that
+TILES = 5  # tiles of channels whose accumulators one program keeps in registers
+BLOCK_N = 4  # samples of a piece in flight
+WORKSPACE = 1 << 26  # bytes that the workspace may always take; more only if the images are larger than that
 OPERANDS = ("samples", "coef", "rows", "depths")
 
 
 def add_images_gradient(p: Pass, n: Problem, slots: Mapping[str, str | None], out: str, writes: Sequence[str]) -> None:
-    """Steps that write ∂T/∂images into `out` ``[B, C, H, W]``, every element of it, some images at a time."""
+    """Steps that write every element of ∂T/∂images into `out` ``[B, C, H, W]``, a chunk of the batch at a time."""
     chunk = batch_chunk(n)
     for b in range(0, n.B, chunk):
         given = {name: slots[name] for name in OPERANDS if slots.get(name)}
-        some = {name: p.rows(slot, b, b + chunk) for name, slot in dict(given, out=out).items() if slot is not None}
-        _add_some(p, n._replace(B=min(chunk, n.B - b)), some, writes if b + chunk >= n.B else ())
+        rows = {name: p.rows(slot, b, b + chunk) for name, slot in dict(given, out=out).items() if slot is not None}
+        _add_chunk(p, n._replace(B=min(chunk, n.B - b)), rows, writes if b + chunk >= n.B else ())
 
 
 def batch_chunk(n: Problem) -> int:
-    """Images that are worked on at a time, so that the workspace stays within its room."""
-    room = max(ROOM, n.B * n.C * n.H * n.W * n.wide.itemsize)
+    """Images per chunk, so that the workspace stays within its limit."""
+    limit = max(WORKSPACE, n.B * n.C * n.H * n.W * n.wide.itemsize)
     N, cells = n.B * n.Q * n.D, _cells(n)
-    return max(1, min(n.B, room * n.B // max(1, bytes_at_most(N, cells, pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize))))
+    return max(1, min(n.B, limit * n.B // max(1, bytes_at_most(N, cells, pieces(N, cells) * 4 * _tile(n) * n.wide.itemsize))))
 
 
 def _cells(n: Problem) -> int:
@@ -57,7 +57,7 @@ def _tile(n: Problem) -> int:
     return min(TILES, cdiv(n.C, BLOCK_C)) * BLOCK_C
 
 
-def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[str]) -> None:
+def _add_chunk(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[str]) -> None:
     B, H, W, Q, D, C = n[:6]
     N, last = B * Q * D, _cells(n)
     if not N or not B * C * H * W:
@@ -71,17 +71,17 @@ def _add_some(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[st
         Launch((cdiv(N, BLOCK), 1, 1), (H, W, Q * D, N, last), (acc, BLOCK), 4),
         promise=same,
     )
-    of = add_segments(p, keys, N, last)
+    segments = add_segments(p, keys, N, last)
     P, tile = pieces(N, last), _tile(n)
     sums = p.buffer("sums", [P, 4, tile], n.wide)
     shape, strides = (B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1)
     pixels = p.view("pixels", slots["out"], lambda t: t.as_strided(shape, strides))
-    operands = [*(slots.get(name) for name in OPERANDS), of.order, of.first, of.begin, sums]
+    operands = [*(slots.get(name) for name in OPERANDS), segments.order, segments.first, segments.begin, sums]
     for c0 in range(0, C, tile):
         constants = (C, c0, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
         p.start(_sample_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
         outline = torch.empty_strided(shape, strides, device="meta")
-        add_pixel_sums(p, sums, tile, n.wide, of, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
+        add_pixel_sums(p, sums, tile, n.wide, segments, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
 
 
 @triton.jit(do_not_specialize=["H", "W", "QD", "N", "LAST"])
@@ -109,7 +109,7 @@ def _sample_sums(
     coef,  # [B, h, Q, D]
     rows,  # [B, h, Q, C − 2·OCTAVES]
     depths,  # [B, Q, D]
-    order,  # [N], which sample
+    order,  # [N], sample indices
     first,  # [P + 1]
     begin,  # [cells + 1]
     sums,  # [P, 4, TILES·BLOCK_C]
@@ -127,11 +127,12 @@ def _sample_sums(
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    """Sum one piece for the cell's four corners and TILES tiles of channels, BLOCK_N samples at a time, in sorted order."""
     ROW_C: tl.constexpr = C - 2 * OCTAVES
     p = tl.program_id(0).to(tl.int64)
-    if p < tl.load(begin + LAST):  # the samples behind it see no pixel
+    if p < tl.load(begin + LAST):  # later pieces have samples that see no pixel
         start, stop = tl.load(first + p), tl.load(first + p + 1)
-        totals = nothing(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
+        totals = zeros(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # four corners of each tile
         i, next_in, next_sample = first_samples(order, start, stop, BLOCK_N)
         for _ in range(start, stop, BLOCK_N):
             sample, in_i = next_sample.to(tl.int64), next_in
@@ -147,7 +148,7 @@ def _sample_sums(
                 w_all += w[h]
             if OCTAVES > 0:
                 depth = tl.load(depths + sample, mask=in_i, other=0).to(ACC)
-            sums_ = ()
+            updated = ()
             for t in tl.static_range(TILES):
                 c = C0 + t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
                 a = tl.zeros([BLOCK_N, BLOCK_C], ACC)
@@ -159,6 +160,6 @@ def _sample_sums(
                 bottom = fy * a
                 top = a - bottom
                 s = totals[4 * t : 4 * t + 4]
-                sums_ = sums_ + (s[0] + (top - fx * top), s[1] + fx * top, s[2] + (bottom - fx * bottom), s[3] + fx * bottom)
-            totals = sums_
+                updated = updated + (s[0] + (top - fx * top), s[1] + fx * top, s[2] + (bottom - fx * bottom), s[3] + fx * bottom)
+            totals = updated
         put_sums(sums, p, totals, TILES, BLOCK_C)

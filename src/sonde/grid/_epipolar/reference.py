@@ -1,4 +1,4 @@
-"""Bilinear taps in plain PyTorch: what every operator of the family means by "sample the image here"."""
+"""Bilinear taps in plain PyTorch: how the operators of the family define sampling an image."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import Tensor
 
 
 def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Images ``[B, C, H, W]`` at `samples` ``[B, Q, D, 2]`` → values ``[B, C, Q, D]`` and whether a sample sees the image.
+    """Images ``[B, C, H, W]`` at `samples` ``[B, Q, D, 2]`` → values ``[B, C, Q, D]`` and a mask of samples that see the image.
 
-    A corner outside the image reads a pixel of zeros that is appended to it, so nothing is ever multiplied by zero
-    to make it vanish, and a gradient that belongs to no pixel goes nowhere. Nor does a gradient meet that pixel on its way to the
-    samples, since infinity times zero is NaN.
+    A corner outside the image reads an appended zero pixel, whose gradient is dropped. It is masked by ``where`` and not by a
+    weight of zero, because an infinite gradient times zero would give the samples a NaN.
     """
     B, C, H, W = images.shape
     x, y = (((u + 1) * size - 1) / 2 for u, size in zip(samples.to(dtype).unbind(-1), (W, H)))
@@ -39,9 +38,9 @@ def taps(images: Tensor, samples: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def dots(images: Tensor, samples: Tensor, rows: Tensor, depths: Tensor | None, octaves: int, dtype: torch.dtype) -> Tensor:
-    """Samples · rows ``[B, h, Q, C − 2·octaves]``, and their last channels · the encoding of depths → ``[B, h, Q, D]``.
+    """Samples · rows ``[B, h, Q, C − 2·octaves]`` plus their last channels · the encoding of depths → ``[B, h, Q, D]``.
 
-    This is the derivative of the form T (``gpu.py``) by its coefficients.
+    This is ∂T/∂coef for the form T in ``gpu.py``.
     """
     values, live = taps(images, samples, dtype)  # [B, C, Q, D], [B, Q, D]
     plain, encoded = values.split([rows.shape[3], 2 * octaves], 1)
@@ -54,7 +53,7 @@ def dots(images: Tensor, samples: Tensor, rows: Tensor, depths: Tensor | None, o
 
 
 def encoding(depths: Tensor, octaves: int) -> Tensor:
-    """``sin 2πt, cos 2πt`` for t = depth, 2·depth, 4·depth, … as channels; t is reduced to [−½, ½] first, which is exact."""
+    """Channels ``sin 2πt, cos 2πt`` for t = depth, 2·depth, 4·depth, …; t is reduced to [−½, ½] first, which is exact."""
     t = depths[:, None] * 2.0 ** torch.arange(octaves, device=depths.device, dtype=depths.dtype)[:, None, None]
     r = 2 * math.pi * (t - t.round())
     return torch.stack([r.sin(), r.cos()], 2).flatten(1, 2)

@@ -23,7 +23,7 @@ from ...op.cpu import NUMPY
 from ...op.cpu_steps import Array, ByThreads, CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.simd import LANES
-from .._scatter.cpu_sums import BLOCK, LENGTH, crowd_bytes
+from .._scatter.cpu_sums import BLOCK, LENGTH, spill_bytes
 from .cpu_kernels import per_channel, per_unit
 from .levels import ReadLevels
 
@@ -236,7 +236,7 @@ class _Views:
         tasks = p.B * -(-p.heads // many) * pieces
         enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
         args = *p.numbers, self.spare, many, width, self.table, self.sizes, *given, *found, *self.see(rows=d_rows)
-        own = crowd_bytes((p.S + 1) * many)
+        own = spill_bytes((p.S + 1) * many)
         self.p.run(per_channel, tasks, args, grain=enough, slices_per_thread=tasks, writes=writes, scratch=own)
 
     def gradients(self, shapes: Sequence[Sequence[int]], needs: Sequence[bool], names: Sequence[str]) -> list[str | None]:

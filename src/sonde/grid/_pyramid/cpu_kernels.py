@@ -25,7 +25,7 @@ from ...op.simd import (
     where,
     zipped,
 )
-from .._scatter.cpu_sums import COUNTED, FULL, chance, clear, crowd_of, flush, met, settle
+from .._scatter.cpu_sums import COUNTED, FULL, add_spilled, block_full, clear, flush, hash16, new_spill
 
 TILE = 64  # samples of a unit in work at one time, or sixteen places in all their levels
 TILES = 32  # that are added up in the dtype of the operands, and such sums in float64
@@ -131,7 +131,7 @@ def per_channel(
     share = np.empty((each if logits else 0, 1), g_features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, per_group * LANES), g_features.dtype)
-    crowd = crowd_of((S + 1) * many, Q * each * many, 4, G * D)  # pixels of heads; one more for corners outside
+    spill = new_spill((S + 1) * many, Q * each * many, 4, G * D)  # pixels of heads; one more for corners outside
 
     for task in range(start, stop):
         b, head, low = task // (cuts * pieces), task // pieces % cuts * many, task % pieces * width
@@ -140,7 +140,7 @@ def per_channel(
         begin, size = groups[0] * D, (groups[1] - groups[0]) * D  # what is sent for: all of these groups
         lowest = groups[0] * D + low % per_group * LANES  # and what is added to
         highest = (groups[1] - 1) * D + min(D, ((high - 1) % per_group + 1) * LANES)
-        clear(crowd)
+        clear(spill)
         here, found = 0, 0
         for t in range(Q * those * tiles + 1):  # as above
             unit, m, there, coming = t // tiles, t % tiles * step, room - here, 0
@@ -165,22 +165,22 @@ def per_channel(
                     _scatter(here + i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_features)
                     if more:
                         _dots(here + i, n, n * each, D, features, coef, own, samples, row, g_locations, g_weights)
-            for i in range(here + chance((n - b * Q * heads) * M + m), here + found, COUNTED):  # whatever the batch and the cut
+            for i in range(here + hash16((n - b * Q * heads) * M + m), here + found, COUNTED):  # whatever the batch and the cut
                 j, of_head = samples[0][i, 0], n % heads - head
-                if met(min(samples[1][j, 0] // (heads * G * D) - b * S, S) * many + of_head, FULL, crowd):
-                    _flush_cell(j, heads * G * D, b * S, S, many, of_head, lowest, highest, samples[1], g_features, crowd)
+                if block_full(min(samples[1][j, 0] // (heads * G * D) - b * S, S) * many + of_head, FULL, spill):
+                    _flush_cell(j, heads * G * D, b * S, S, many, of_head, lowest, highest, samples[1], g_features, spill)
             if t > 0 and logits and m + step >= M:
                 _through_softmax(n * each, share, g_weights)
             here, found = there, coming
-        settle(g_features, highest - lowest, crowd)
+        add_spilled(g_features, highest - lowest, spill)
 
 
 @called_part
-def _flush_cell(j, channels, base, S, many, of_head, lowest, highest, corner, g_features, crowd):
+def _flush_cell(j, channels, base, S, many, of_head, lowest, highest, corner, g_features, spill):
     """End the block of the four pixels of sample j."""
     for k in range(4):
         at = corner[j, k]
-        flush(min(at // channels - base, S) * many + of_head, g_features, at + lowest, at + highest, crowd)
+        flush(min(at // channels - base, S) * many + of_head, g_features, at + lowest, at + highest, spill)
 
 
 @called_part

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...jit.launch import Launch, accumulator, cdiv
 from ...jit.steps import Pass
 from ...op.plan import Determinism
-from .._device.long_sums import nothing, plus, settled
+from .._device.long_sums import compensated, two_sum, zeros
 from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, first_samples, next_samples, pieces, put_sums
 from .gpu_levels import Levels, along, block_of, fetch_location, inside, level, put, shares
 
@@ -196,7 +196,7 @@ def _location_sums(
     p = tl.program_id(0).to(tl.int64)
     if p < tl.load(begin + LAST):  # the samples behind it see no pixel
         start, stop = tl.load(first + p), tl.load(first + p + 1)
-        totals = nothing(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
+        totals = zeros(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
         i, next_in, next_sample = first_samples(order, start, stop, BLOCK_N)
         for _ in range(start, stop, BLOCK_N):
             sample, in_i = next_sample, next_in
@@ -267,7 +267,7 @@ def _row_sums(
                 for k in range(tl.max(stop - p, 0)):
                     there = (p + k < stop)[:, None] & in_c[None]
                     source = sums + ((p + k).to(tl.int64) * 4 + corner)[:, None] * TILE + tl.arange(0, BLOCK_C)[None]
-                    total, lost = plus(total, lost, tl.load(source, mask=there, other=0))
-    total = settled(total, lost)
+                    total, lost = two_sum(total, lost, tl.load(source, mask=there, other=0))
+    total = compensated(total, lost)
     to = out + (((image // HEADS).to(tl.int64) * S + row) * HEADS + image % HEADS)[:, None] * C + tile // EACH * (C // G) + at[None]
     put(to, total, (row < S)[:, None] & in_c[None])

@@ -1,1 +1,1 @@
-"""Adding into pixels: segments, marked rows, sums on CPUs."""
+"""Adding samples into pixels: sorted segments, marked rows, blocked sums on CPUs."""

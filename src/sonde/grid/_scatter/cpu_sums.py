@@ -1,14 +1,13 @@
-"""Long sums on CPUs: float32 in blocks, the blocks in float64.
+"""Long sums on CPUs: blocks of terms are summed in the operands' dtype, and the blocks in float64.
 
-A float32 sum of n equal terms, added one by one, loses up to n · 1.5e-8 of itself: at 128 terms that reaches the 2e-6 that we
-promise. So no more than a block is added up in the dtype of the operands, and blocks in float64, which is good for 1e9 of them.
-Where a sum is no longer than a block nothing is done.
+A float32 sum of n equal terms, added one by one, has a relative error of up to n · 1.5e-8: at 128 terms that reaches the promised
+2e-6. A float64 sum of blocks is good for 1e9 of them. A sum that fits one block needs nothing.
 
-A scattered gradient does not know how many terms a pixel will get, so it counts them, by cell: the pixels that one sample adds to.
-When a cell's block is full, its pixels' sums are moved to rows of float64. A crowd is ``(hits, slots, pixels, places, rows)``:
-additions to each cell since its last block; which row each pixel has; whose each row is, its number and its place in memory, the
-last number being how many rows are in use; and the rows. They are reserved for the worst case, but what is not written to costs
-nothing.
+A scattered gradient does not know how many terms a pixel will get, so samples are counted by cell (the pixels one sample adds to).
+When a cell's block is full, the sums of its pixels are flushed to float64 rows. This state is a *spill*, the tuple
+``(hits, slots, owners, places, rows)``: samples of each cell since its last flush; each pixel's row; each row's pixel and that
+pixel's offset in memory (``owners[-1]`` counts the rows in use); and the rows. It is allocated for the worst case, but memory that
+is never touched costs nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import numpy as np
 from ...op.cpu import array_part, part
 from ...op.simd import LANES, cast, load, spread, store, store_some
 
-BLOCK = 64  # terms
-LENGTH = BLOCK * LANES  # channels of a dot product, each lane of which has a sum of its own
-HITS = 128  # samples of a cell of four pixels in a block
-COUNTED = 16  # one of so many samples is counted, whichever chance has it, where to count all of them would take too long
+BLOCK = 64  # terms of a block
+LENGTH = BLOCK * LANES  # channels of a dot product in a block: each lane has its own sum
+HITS = 128  # samples in a block of a cell of four pixels
+COUNTED = 16  # where counting every sample would take too long, one in 16 is counted, chosen by a hash
 FULL = HITS // COUNTED
 
 
 @part
 def move(x, at, end, rows, j):
-    """rows[j] += x[0, at:end], which becomes zero; rows are whole numbers of lanes."""
+    """rows[j] += x[0, at:end], which becomes zero; rows are a multiple of LANES long."""
     n = rows.shape[1]
     for k in range(0, end - at, LANES):
         store(load(rows, j, k, n) + cast(load(x, 0, at + k, end), np.float64), rows, j, k)
@@ -35,45 +34,43 @@ def move(x, at, end, rows, j):
 
 
 @part
-def hits_of(corners):
-    """Samples of a cell in a block: a pixel belongs to as many cells as a cell has pixels."""
+def block_hits(corners):
+    """Samples in a cell's block: fewer for cells of more than four pixels, since a pixel then belongs to more cells."""
     return min(HITS, 4 * HITS // corners)
 
 
 @part
-def chance(x):
-    """A number below COUNTED, always the same for this x."""
+def hash16(x):
+    """A hash of x below COUNTED."""
     return np.int64(np.uint64(x) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(60))
 
 
 @array_part
-def crowd_of(pixels, samples, corners, width):
-    """For so many samples, each of which adds to `corners` pixels of `width` channels."""
-    most, width = (
-        min(pixels, 2 * samples // hits_of(corners) * corners),
-        -(-width // LANES) * LANES,
-    )  # chance counts a little faster
-    numbers, places = np.empty(most + 1, np.int64), np.empty(most, np.int64)
-    return np.empty(pixels, np.uint8), np.empty(pixels, np.int32), numbers, places, np.empty((most, width), np.float64)
+def new_spill(pixels, samples, corners, width):
+    """A spill for this many samples, each of which adds to `corners` pixels of `width` channels."""
+    most = min(pixels, 2 * samples // block_hits(corners) * corners)  # twice, as hashed counts may fill a block early
+    owners, places = np.empty(most + 1, np.int64), np.empty(most, np.int64)
+    rows = np.empty((most, -(-width // LANES) * LANES), np.float64)
+    return np.empty(pixels, np.uint8), np.empty(pixels, np.int32), owners, places, rows
 
 
-def crowd_bytes(pixels: int) -> int:
-    """What a crowd has in use: the counts. All else is written to where a block is full alone."""
+def spill_bytes(pixels: int) -> int:
+    """Bytes that a spill always uses: the counts. The rest is touched only when a block is full."""
     return pixels * np.dtype(np.uint8).itemsize
 
 
 @part
-def clear(crowd):
-    """For the next image."""
-    hits, _, numbers, _, _ = crowd
+def clear(spill):
+    """Reset for the next image."""
+    hits, _, owners, _, _ = spill
     hits[:] = 0
-    numbers[-1] = 0
+    owners[-1] = 0
 
 
 @part
-def met(cell, most, crowd):
-    """Count one sample of a cell; whether its block of `most` is full now."""
-    hits = crowd[0]
+def block_full(cell, most, spill):
+    """Count one sample of a cell; True if its block of `most` is full now."""
+    hits = spill[0]
     hits[cell] += 1
     if hits[cell] < most:
         return False
@@ -82,14 +79,13 @@ def met(cell, most, crowd):
 
 
 @part
-def crowded(m, keys, most, crowd):
-    """Count the samples whose cells are keys[:m], the last cell standing for none.
+def any_block_full(m, keys, most, spill):
+    """Count samples by their cells keys[:m]; the last cell stands for none.
 
-    If that fills a block, do not, and say so: they go one by one.
-
-    `most` is a power of two. A count, which has eight bits, may come round to zero, but not without that bit on its way.
+    If that would fill a block, undo it and return True: the caller then counts them one by one. `most` is a power of two: an
+    8-bit count may wrap around to zero, but only after its bit `most` was set.
     """
-    hits, seen = crowd[0], np.uint8(0)
+    hits, seen = spill[0], np.uint8(0)
     last = len(hits) - 1
     for i in range(m):
         count = np.uint8(hits[np.uint64(keys[i])] + np.uint8(keys[i] < last))
@@ -102,32 +98,32 @@ def crowded(m, keys, most, crowd):
 
 
 @part
-def slot_of(p, at, crowd):
-    """The row of pixel p, which has its place there; of zeros, if it is new."""
-    _, slots, numbers, places, rows = crowd
-    used = numbers[-1]
+def spill_row(p, at, spill):
+    """The row of pixel p, whose sums start at offset `at`; a new one is zeroed."""
+    _, slots, owners, places, rows = spill
+    used = owners[-1]
     j = np.int64(slots[p])
-    if j < 0 or j >= used or numbers[j] != p:  # what was there before means nothing
+    if j < 0 or j >= used or owners[j] != p:  # slots are uninitialized, or left from another image
         j = used
-        slots[p], numbers[j], places[j] = j, p, at
-        numbers[-1] += 1
+        slots[p], owners[j], places[j] = j, p, at
+        owners[-1] += 1
         for k in range(rows.shape[1]):
             rows[j, k] = 0
     return j
 
 
 @part
-def flush(p, x, at, end, crowd):
-    """End the block of pixel p, whose sums are x[0, at:end]."""
-    move(x, at, end, crowd[4], slot_of(p, at, crowd))
+def flush(p, x, at, end, spill):
+    """Move the sums x[0, at:end] of pixel p to its row."""
+    move(x, at, end, spill[4], spill_row(p, at, spill))
 
 
 @part
-def settle(x, width, crowd):
-    """Add its rows to the sums of each pixel that has one."""
-    _, _, numbers, places, rows = crowd
+def add_spilled(x, width, spill):
+    """Add all rows back to the sums of their pixels."""
+    _, _, owners, places, rows = spill
     n = rows.shape[1]
-    for j in range(numbers[-1]):
+    for j in range(owners[-1]):
         at = places[j]
         end = at + width
         for k in range(0, width, LANES):
@@ -136,17 +132,17 @@ def settle(x, width, crowd):
 
 
 @part
-def flush_planes(p, x, at, step, width, crowd):
-    """The same of ``x[at], x[at + step], …``, a number for each channel."""
-    j, rows = slot_of(p, at, crowd), crowd[4]
+def flush_planes(p, x, at, step, width, spill):
+    """``flush`` for channels that are `step` apart: ``x[at], x[at + step], …``."""
+    j, rows = spill_row(p, at, spill), spill[4]
     for k in range(width):
         rows[j, k] += x[at + k * step]
         x[at + k * step] = 0
 
 
 @part
-def settle_planes(x, step, width, crowd):
-    _, _, numbers, places, rows = crowd
-    for j in range(numbers[-1]):
+def add_spilled_planes(x, step, width, spill):
+    _, _, owners, places, rows = spill
+    for j in range(owners[-1]):
         for k in range(width):
             x[places[j] + k * step] += rows[j, k]

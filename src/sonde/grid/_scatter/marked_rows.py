@@ -1,4 +1,4 @@
-"""Sums of rows, to many of which nothing may be added: those to which something will be are marked, and no others looked at."""
+"""Sparse sums of rows: only rows that will receive a gradient are marked, cleared and read; the rest are written as zeros."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch_rows(p: Rows, config: Config) -> Launch:
 
 @triton.jit
 def mark(p, k00, k01, k10, k11, W):
-    """The rows of cells' corners; `p` points to the first of each. Neighbours are written together: mostly they share a sector."""
+    """Mark the rows of the cells' corners; `p` points to the top left. Left and right are stored together: mostly one sector."""
     right = tl.arange(0, 2)[None, :]
     p = p[:, None] + right
     tl.store(p, 1, mask=tl.where(right > 0, k01[:, None], k00[:, None]))
@@ -44,7 +44,7 @@ def mark(p, k00, k01, k10, k11, W):
 
 @triton.jit
 def tile(i, marks, ROWS, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """→ the rows and channels of the `i`-th tile of rows, and which rows are marked."""
+    """→ rows and channels of the `i`-th tile of rows, and a mask of the marked rows."""
     r = i.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     return r, c, tl.load(marks + r, mask=r < ROWS, other=0) != 0
@@ -59,7 +59,7 @@ def _clear_marked(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Zeros, to add to."""
+    """Zero the marked rows of a tile, so that they can be added to."""
     r, c, marked = tile(tl.program_id(0), marks, ROWS, BLOCK_R, BLOCK_C)
     tl.store(sums + r * C + c, tl.zeros([BLOCK_R, BLOCK_C], sums.dtype.element_ty), mask=marked & (c < C))
 
@@ -74,8 +74,8 @@ def _round_marked(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The sums in the dtype of the result; zeros where nothing was added."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was added to last may still be in the cache
+    """Round the marked rows of a tile to the dtype of `out`; the others become zeros."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the rows added to last may still be in the cache
     r, c, marked = tile(program, marks, ROWS, BLOCK_R, BLOCK_C)
     x = tl.load(sums + r * C + c, mask=marked & (c < C), other=0)
     tl.store(out + r * C + c, x.to(out.dtype.element_ty), mask=(r < ROWS) & (c < C))

@@ -1,8 +1,8 @@
-"""The gradient of images in a fixed order of additions: sort the samples by cell, add up pieces, then pixels.
+"""The gradient of images with a fixed order of additions: sort samples by cell, sum pieces of cells, then sum pieces into pixels.
 
-A cell is the square between four pixels. Its samples, sorted together, are cut into pieces of at most PIECE; one program adds
-up one piece for each of the cell's corners; last, each pixel adds the pieces of the four cells around it, in order. Nothing
-is atomic, nothing waits for the host, and a cell with a million samples is many pieces, not one long loop.
+A cell is the square between four pixels. Its sorted samples are cut into pieces of at most PIECE; one program sums one piece for
+each of the cell's corners; then each pixel sums the pieces of the four cells around it, in order. There are no atomics and no host
+synchronization, and a cell with a million samples is many pieces, not one long loop.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from torch import Tensor
 from ...jit.launch import Launch, accumulator, cdiv
 from ...jit.steps import Pass
 from ...op.plan import Determinism
-from .._device.long_sums import plus, settled
+from .._device.long_sums import compensated, two_sum
 
 PIECE = 64
 BLOCK_C = 32
 BLOCK_PIXELS = 16
-SORTING = 16  # bytes that torch.sort takes for itself for each key: numbers to begin with, and the order in 64 bits
-BLOCK = 1024  # samples per program where one thread serves one sample
+SORTING = 16  # bytes of scratch memory that torch.sort takes per key: the initial indices, and the order in 64 bits
+BLOCK = 1024  # samples per program in kernels with one thread per sample
 
 
 class Segments(NamedTuple):
-    """Samples sorted by cell, cut into pieces; behind the last cell are those that see no pixel. Slots of a pass."""
+    """Slots of samples sorted by cell and cut into pieces; samples that see no pixel follow the last cell."""
 
-    order: str  # [N], which sample
+    order: str  # [N], sample indices
     first: str  # [P + 1], first sample of each piece
-    begin: str  # [cells + 1], first piece of each cell; P where there is none
-    end: str  # [cells + 1], and the one after its last; 0 where there is none
+    begin: str  # [cells + 1], first piece of each cell; P if it has none
+    end: str  # [cells + 1], one past the last piece of each cell; 0 if it has none
 
 
 def pieces(n: int, cells: int) -> int:
-    """An upper bound that needs no look at the data."""
+    """An upper bound on the number of pieces, which does not depend on the data."""
     return min(n, cdiv(n, PIECE) + cells)
 
 
 def bytes_at_most(n: int, cells: int, sums: int) -> int:
-    """Bytes in use while `n` samples are sorted and added up, given those of the sums: to decide how many to sort at a time."""
+    """Peak workspace in bytes for `n` samples, given the bytes of the sums; it decides how many are sorted at a time."""
     index = n * 4 + (pieces(n, cells) + 1) * 4 + (cells + 1) * 8
     return max(n * (4 + 4 + 4 + SORTING), index + sums)
 
 
 def add_segments(p: Pass, keys: str, n: int, cells: int) -> Segments:
-    """Steps that sort samples by cell, which is what `keys` ``[N]`` are, and find the pieces."""
+    """Steps that sort samples by cell, their `keys` ``[N]``, and find the pieces."""
     P, per_sample, same = pieces(n, cells), (cdiv(n, BLOCK), 1, 1), Determinism.RUN_TO_RUN
     gives = [("ordered", [n], torch.int32), ("order", [n], torch.int32)]
     ordered, order = p.call("torch.sort", _sorted, [keys], gives, promise=same, scratch=SORTING * n)
     starts = p.buffer("starts", [n], torch.bool)
     p.start(_starts, [ordered, starts], Launch(per_sample, (n,), (PIECE, BLOCK), 4), promise=same)
     count = partial(torch.cumsum, dim=0, dtype=torch.int32)
-    (piece,) = p.call("torch.cumsum", count, [starts], [("piece", [n], torch.int32)], promise=same)  # 1 for the first
+    (piece,) = p.call("torch.cumsum", count, [starts], [("piece", [n], torch.int32)], promise=same)  # counted from 1
     first, begin = p.buffer("first", [P + 1], torch.int32, fill=n), p.buffer("begin", [cells + 1], torch.int32, fill=P)
     end = p.buffer("end", [cells + 1], torch.int32, fill=0)
     p.start(_bounds, [ordered, piece, first, begin, end], Launch(per_sample, (n,), (BLOCK,), 4), promise=same)
@@ -69,12 +69,12 @@ def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_pixel_sums(
-    p: Pass, sums: str, tile: int, wide: torch.dtype, of: Segments, out: str, outline: Tensor, taps: int, c0: int,
+    p: Pass, sums: str, tile: int, wide: torch.dtype, segments: Segments, out: str, outline: Tensor, taps: int, c0: int,
     writes: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """A step in which every pixel of `out` ``[B, (Z,) H, W, C]`` adds up the pieces around it; channels from `c0`, pixels in a row.
+    """A step that sums the pieces around each pixel of `out` ``[B, (Z,) H, W, C]``, for `tile` channels from `c0`.
 
-    Cells have `taps` pixels along each axis, `sums` are ``[P, taps ** dimensions, tile]``.
+    Cells have `taps` pixels along each axis; `sums` are ``[P, taps ** dimensions, tile]``; `outline` is a meta tensor like `out`.
     """
     C, dim = outline.shape[-1], outline.ndim - 2
     block_c = min(BLOCK_C, tile)
@@ -82,26 +82,26 @@ def add_pixel_sums(
     (Z, H, W), n = (1, *outline.shape[1:-1])[-3:], outline.shape[:-1].numel()
     constants = (C, outline.stride(-2), c0, tile, accumulator(wide), block_p, block_c, taps, dim)
     launch = Launch((cdiv(n, block_p), tile // block_c, 1), (Z, H, W, n), constants, 4)
-    p.start(_pixel_sums, [sums, of.begin, of.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
+    p.start(_pixel_sums, [sums, segments.begin, segments.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
 
 
 @triton.jit
 def first_samples(order, start, stop, BLOCK_N: tl.constexpr):
-    """The first block of a piece's samples: where they are in the order, which there are, and which samples they are."""
+    """The first block of a piece's samples → positions in the order, mask, sample indices."""
     i = start + tl.arange(0, BLOCK_N)[:, None]
     return i, i < stop, tl.load(order + i, mask=i < stop, other=0)
 
 
 @triton.jit
 def next_samples(order, i, stop, BLOCK_N: tl.constexpr):
-    """The next block, loaded a turn ahead so that its latency is hidden."""
+    """The next block, prefetched one step ahead to hide its latency."""
     i += BLOCK_N
     return i, i < stop, tl.load(order + i, mask=i < stop, other=0)
 
 
 @triton.jit
 def put_sums(sums, p, totals, TILES: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Store what piece `p` adds to its cell's four corners, TILES tiles of channels each, into ``[P, 4, TILES·BLOCK_C]``."""
+    """Reduce and store the sums of piece `p` for its cell's four corners, TILES tiles of channels: ``[P, 4, TILES·BLOCK_C]``."""
     for t in tl.static_range(TILES):
         at = t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         for corner in tl.static_range(4):
@@ -112,7 +112,7 @@ def put_sums(sums, p, totals, TILES: tl.constexpr, BLOCK_C: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _starts(
     keys,  # [N], sorted
-    starts,  # [N], whether a piece starts here
+    starts,  # [N], True where a piece starts: at a new cell, and at every multiple of PIECE
     N,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,11 +127,12 @@ def _bounds(
     keys,  # [N], sorted
     piece,  # [N], number of the sample's piece, from 1
     first,  # [P + 1], first sample of each piece
-    begin,  # [cells + 1], first piece of each cell; P where there is none
-    end,  # [cells + 1], and the one after its last; 0 where there is none
+    begin,  # [cells + 1], first piece of each cell
+    end,  # [cells + 1], one past the last piece of each cell
     N,
     BLOCK: tl.constexpr,
 ):
+    """One thread per sorted sample: those at the edges of a piece or a cell record its bounds."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here, before, after = i < N, (i > 0) & (i < N), i + 1 < N
     key, p = tl.load(keys + i, mask=here), tl.load(piece + i, mask=here)
@@ -160,8 +161,9 @@ def _pixel_sums(
     TAPS: tl.constexpr,
     DIM: tl.constexpr,
 ):
+    """Sum all pieces around BLOCK_P pixels for BLOCK_C channels: corner by corner, each cell's pieces in order, compensated."""
     CORNERS: tl.constexpr = TAPS**DIM
-    MORE: tl.constexpr = TAPS - 1  # cells are counted from −MORE
+    MORE: tl.constexpr = TAPS - 1  # along an axis, the first cell is number −MORE
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     at = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_p, in_c = pixel < PIXELS, (at < TILE) & (C0 + at < C)
@@ -179,6 +181,6 @@ def _pixel_sums(
         for i in range(tl.max(stop - p, 0)):
             there = (p + i < stop)[:, None] & in_c[None]
             source = sums + ((p + i).to(tl.int64) * CORNERS + corner)[:, None] * TILE + at[None]
-            total, lost = plus(total, lost, tl.load(source, mask=there, other=0))
-    total = settled(total, lost)
+            total, lost = two_sum(total, lost, tl.load(source, mask=there, other=0))
+    total = compensated(total, lost)
     tl.store(out + (pixel * STRIDE + C0)[:, None] + at[None], total.to(out.dtype.element_ty), mask=in_p[:, None] & in_c[None])

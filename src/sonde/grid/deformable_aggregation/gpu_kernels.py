@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import jit
 from ...jit.launch import cdiv, power_of_2
-from .._device.long_sums import MANY, nothing, plus, settled
+from .._device.long_sums import MANY, compensated, two_sum, zeros
 from .._device.taps import corners
 from .._pyramid.gpu_expected import gradients, host, portions
 from .._pyramid.gpu_levels import along, fetch_location, inside, level, locate, put, scatter, shares
@@ -84,7 +84,7 @@ def _aggregate(
     for _ in tl.static_range(TILES):
         totals = totals + (tl.zeros([ROWS, BLOCK_C], ACC),)
     if LONG:
-        lost = nothing(totals[0], TILES)
+        lost = zeros(totals[0], TILES)
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         v, u = fetch_location(locations, n, n < end, ACC)
@@ -108,7 +108,7 @@ def _aggregate(
                     w = tl.load(of + g, mask=live & (g < G), other=0).to(ACC)
                     v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, g * GROUP + at, in_c, W, ROW, ACC)
                     if LONG:
-                        more, less = plus(totals[t], lost[t], w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11))
+                        more, less = two_sum(totals[t], lost[t], w * (s00 * v00 + s01 * v01 + s10 * v10 + s11 * v11))
                         sums = sums + (more,)
                         losses = losses + (less,)
                     else:
@@ -118,7 +118,7 @@ def _aggregate(
                     lost = losses
     for t in tl.static_range(TILES):
         g, at = (tile + t) // EACH, (tile + t) % EACH * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        total = tl.sum(settled(totals[t], lost[t]) if LONG else totals[t], 0, keep_dims=True)
+        total = tl.sum(compensated(totals[t], lost[t]) if LONG else totals[t], 0, keep_dims=True)
         put(out + tl.program_id(0).to(tl.int64) * C + g * GROUP + at, total, (at < GROUP) & (g < G))
 
 
@@ -142,11 +142,11 @@ def _total(
     for k in range(SLICES):
         x = tl.load(parts + (a * SLICES + k) * C + c, mask=there, other=0)
         if LONG:
-            total, lost = plus(total, lost, x)
+            total, lost = two_sum(total, lost, x)
         else:
             total += x
     if LONG:
-        total = settled(total, lost)
+        total = compensated(total, lost)
     put(out + a * C + c, total, there)
 
 
@@ -227,7 +227,7 @@ def _aggregate_gradients(
         g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
         g_u = tl.zeros_like(v)
         if LONG:
-            lost_v, lost_u = nothing(v, 2)
+            lost_v, lost_u = zeros(v, 2)
         levels = tl.max(seen.to(tl.int32)) * L  # or none
         for lev in range(levels):
             H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
@@ -252,8 +252,8 @@ def _aggregate_gradients(
                             dy += fx * dyx
                             g_w = tl.where(meet, value + fx * dx + fy * dy, g_w)
                             if LONG:
-                                g_v, lost_v = plus(g_v, lost_v, tl.where(meet, w * dy, 0) * H)
-                                g_u, lost_u = plus(g_u, lost_u, tl.where(meet, w * (dx + fy * dyx), 0) * W)
+                                g_v, lost_v = two_sum(g_v, lost_v, tl.where(meet, w * dy, 0) * H)
+                                g_u, lost_u = two_sum(g_u, lost_u, tl.where(meet, w * (dx + fy * dyx), 0) * W)
                             else:
                                 g_v += tl.where(meet, w * dy, 0) * H
                                 g_u += tl.where(meet, w * (dx + fy * dyx), 0) * W
@@ -271,7 +271,7 @@ def _aggregate_gradients(
             for k in range(0, L * G - levels * G, SPAN):
                 put(d_weights + n.to(OFFSET) * (L * G) + k + group, tl.zeros_like(v), n < end)
         if LONG:
-            g_v, g_u = settled(g_v, lost_v), settled(g_u, lost_u)
+            g_v, g_u = compensated(g_v, lost_v), compensated(g_u, lost_u)
         if d_locations is not None:
             n = n0 + tl.arange(0, POINTS) * CAMS
             put(d_locations + 2 * n, over_groups(g_u, POINTS, SPAN), n < end)

@@ -25,16 +25,16 @@ from ...op.simd import LANES, fma, load, spread, store, total
 from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import (
     LENGTH,
+    add_spilled,
+    add_spilled_planes,
+    any_block_full,
+    block_full,
+    block_hits,
     clear,
-    crowd_bytes,
-    crowd_of,
-    crowded,
     flush,
     flush_planes,
-    hits_of,
-    met,
-    settle,
-    settle_planes,
+    new_spill,
+    spill_bytes,
 )
 from .cpu_bilinear import FEW, FEW_BLOCK, bilinear_dots, bilinear_forward, bilinear_scatter, few_dots, few_forward
 from .cpu_taps import BLOCK, axis
@@ -89,7 +89,7 @@ def _add_scatter(p: CpuPass, input: Tensor, how: Sequence, given: Sequence, poin
     kernel, results = bilinear_scatter if _bilinear(input, mode) else planes_scatter, (_flat(d_input, like), *_strides(like))
     if _last(input):
         kernel, results = pixels_scatter, (_pixels(d_input, like),)
-    own = crowd_bytes(prod(n + 4 for n in input.shape[2:]) + 1)  # cells of taps, which reach two pixels beyond the image
+    own = spill_bytes(prod(n + 4 for n in input.shape[2:]) + 1)  # cells of taps, which reach two pixels beyond the image
     p.run(kernel, items, [width, *how, *given, points, *results], slices_per_thread=1, writes=["input"], scratch=own)
     return p.rounded(d_input, input.shape, input.dtype)
 
@@ -255,20 +255,20 @@ def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
     """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
     P, K, blocks, size = points.shape[1], taps**dim, -(-C // width), Z * H * W
     index, weight, slope, lines, cell = _scratch(BLOCK, dim, taps, 0, 1, points)
-    keys, most = np.empty(BLOCK, np.int32), hits_of(K)
-    crowd = crowd_of(_cells(Z, H, W, dim), P * inputs, K, width)
+    keys, most = np.empty(BLOCK, np.int32), block_hits(K)
+    spill = new_spill(_cells(Z, H, W, dim), P * inputs, K, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high = min(low + width, C)
-        clear(crowd)
+        clear(spill)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, BLOCK):
                 m = min(BLOCK, P - p)
                 _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
                 _number(m, Z, H, W, dim, taps, index, cell, keys)
-                if crowded(m, keys, most, crowd):
+                if any_block_full(m, keys, most, spill):
                     of = image * C * size, b * C * P + p * gp
-                    _one_by_one(m, low, high, *of, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, crowd)
+                    _one_by_one(m, low, high, *of, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, spill)
                     continue
                 for c in range(low, high):
                     source, target = b * C * P + c * gc + p * gp, image * C * size + c * ic
@@ -276,22 +276,22 @@ def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
                         for i in range(m):
                             if index[k, i] >= 0:
                                 d_images[target + index[k, i] * ip] += weight[k, i] * grad[source + i * gp]
-        settle_planes(d_images, ic, high - low, crowd)
+        add_spilled_planes(d_images, ic, high - low, spill)
 
 
 @array_part
-def _one_by_one(m, low, high, target, source, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, crowd):
+def _one_by_one(m, low, high, target, source, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, spill):
     """What samples add to their pixels, in all channels, where some cell's block becomes full."""
     K = index.shape[0]
     for i in range(m):
         for k in range(K):
             for c in range(low, high if index[k, i] >= 0 else low):
                 d_images[target + c * ic + index[k, i] * ip] += weight[k, i] * grad[source + c * gc + i * gp]
-        if met(keys[i], most, crowd):
+        if block_full(keys[i], most, spill):
             for k in range(K):
                 p = index[k, i]
                 if p >= 0:
-                    flush_planes(p, d_images, target + low * ic + p * ip, ic, high - low, crowd)
+                    flush_planes(p, d_images, target + low * ic + p * ip, ic, high - low, spill)
 
 
 @jit
@@ -349,12 +349,12 @@ def pixels_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
 def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, points, d_images):
     P, K, blocks = points.shape[1], taps**dim, -(-C // width)
     index, weight, slope, lines, cell = _scratch(BLOCK, dim, taps, 0, 1, points)
-    keys, most, flat = np.empty(BLOCK, np.int32), hits_of(K), d_images.reshape(1, d_images.size)
-    crowd = crowd_of(_cells(Z, H, W, dim), P * inputs, K, width)
+    keys, most, flat = np.empty(BLOCK, np.int32), block_hits(K), d_images.reshape(1, d_images.size)
+    spill = new_spill(_cells(Z, H, W, dim), P * inputs, K, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high, first = min(low + width, C), image * Z * H * W
-        clear(crowd)
+        clear(spill)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, BLOCK):
                 m = min(BLOCK, P - p)
@@ -372,12 +372,12 @@ def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
                                 else:
                                     for j in range(c, high):
                                         d_images[target, j] += w * grad[source, j]
-                    if met(keys[i], most, crowd):
+                    if block_full(keys[i], most, spill):
                         for k in range(K):
                             if index[k, i] >= 0:
                                 at = (first + index[k, i]) * C
-                                flush(index[k, i], flat, at + low, at + high, crowd)
-        settle(flat, high - low, crowd)
+                                flush(index[k, i], flat, at + low, at + high, spill)
+        add_spilled(flat, high - low, spill)
 
 
 # ---- taps -------------------------------------------------------------------------------------------------------------------

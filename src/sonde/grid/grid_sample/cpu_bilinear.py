@@ -28,7 +28,7 @@ from ...op.simd import (
     zipped,
 )
 from .._scatter.cpu_sums import BLOCK as TERMS
-from .._scatter.cpu_sums import COUNTED, FULL, chance, clear, crowd_of, flush_planes, met, settle_planes
+from .._scatter.cpu_sums import COUNTED, FULL, add_spilled_planes, block_full, clear, flush_planes, hash16, new_spill
 from .cpu_taps import BLOCK, place
 
 FEW = 8  # channels, at most
@@ -100,11 +100,11 @@ def bilinear_scatter(start, stop, width, C, H, W, inputs, grids, pad, align, gra
     block = FEW_BLOCK if C <= FEW else BLOCK
     P, blocks, size, (cells, at) = points.shape[1], -(-C // width), H * W, _room(points, block)
     flat, line, us, vs = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1]
-    crowd = crowd_of(size + W + 1, P * inputs, 4, width)
+    spill = new_spill(size + W + 1, P * inputs, 4, width)
     for n in range(start, stop):
         image, low = n // blocks, n % blocks * width
         high = min(low + width, C)
-        clear(crowd)
+        clear(spill)
         for b in range(image * inputs, (image + 1) * inputs):
             for p in range(0, P, block):
                 m = min(block, P - p)
@@ -112,11 +112,11 @@ def bilinear_scatter(start, stop, width, C, H, W, inputs, grids, pad, align, gra
                 if C <= FEW:
                     _send_for(line, image * C * size + low * ic, high - low, ic, ip, W, m, at)
                 of = image * C * size, b * C * P + p * gp
-                if _crowded(p, m, W, at, crowd):
-                    _one_by_one(p, m, low, high, *of, gc, gp, ic, ip, W, us, vs, at, grad, d_images, crowd)
+                if _crowded(p, m, W, at, spill):
+                    _one_by_one(p, m, low, high, *of, gc, gp, ic, ip, W, us, vs, at, grad, d_images, spill)
                 else:
                     _all_at_once(m, low, high, *of, gc, gp, ic, ip, W, whole, us, vs, at, grad, d_images)
-        settle_planes(d_images, ic, high - low, crowd)
+        add_spilled_planes(d_images, ic, high - low, spill)
 
 
 @part
@@ -127,12 +127,12 @@ def _four(place, W):
 
 
 @part
-def _crowded(p, m, W, at, crowd):
+def _crowded(p, m, W, at, spill):
     """Count some of the samples. If that fills a cell's block, do not, and say so: they go one by one."""
-    hits, seen = crowd[0], np.uint8(0)
+    hits, seen = spill[0], np.uint8(0)
     for step in (1, 255):  # which takes it back
         for first in range(0, m, COUNTED):
-            i = first + chance(p + first)
+            i = first + hash16(p + first)
             if i < m and at[1, i]:
                 cell = _four(at[0, i], W)
                 hits[cell] = np.uint8(hits[cell] + np.uint8(step))
@@ -176,12 +176,12 @@ def _all_at_once(m, low, high, target, source, gc, gp, ic, ip, W, whole, us, vs,
 
 
 @called_part
-def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, grad, d_images, crowd):
+def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, grad, d_images, spill):
     """What samples add to their pixels, in all channels, where some cell's block becomes full."""
     places, bits, one, counted = at[0], at[1], us.dtype.type(1), 0
     for i in range(m):
         if i % COUNTED == 0:
-            counted = i + chance(p + i)
+            counted = i + hash16(p + i)
         for c in range(low, high if bits[i] else low):
             g, j = grad[source + c * gc + i * gp], target + c * ic + places[i] * ip
             top, bottom = (one - vs[i]) * g, vs[i] * g
@@ -193,11 +193,11 @@ def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, 
                 d_images[j + W * ip] += (one - us[i]) * bottom
             if bits[i] & 8:
                 d_images[j + W * ip + ip] += us[i] * bottom
-        if i == counted and bits[i] and met(_four(places[i], W), FULL, crowd):
+        if i == counted and bits[i] and block_full(_four(places[i], W), FULL, spill):
             for j in range(4):
                 if bits[i] >> j & 1:
                     pixel = places[i] + j // 2 * W + j % 2
-                    flush_planes(pixel, d_images, target + low * ic + pixel * ip, ic, high - low, crowd)
+                    flush_planes(pixel, d_images, target + low * ic + pixel * ip, ic, high - low, spill)
 
 
 @jit

@@ -14,8 +14,8 @@ from ...op.dtypes import accumulator
 from ...op.layout import memory_format, outline, outline_of
 from ...op.plan import Determinism
 from .._device.axes import MODES, PADDINGS, TAPS
-from .._device.fixed_point import ADD, FLOAT, MARK, TELL, add_finish, add_largest
-from .._device.layout import few, into_pixels, into_planes, pixel_stride, pixels_outline, pixels_size
+from .._device.fixed_point import ADD, CLASSIFY, FLOAT, MARK, add_finish, add_largest
+from .._device.layout import into_pixels, into_planes, pixel_stride, pixels_outline, pixels_size, reads_in_place
 from . import gpu_gather as gathers
 from .gpu_configs import problem, units
 from .gpu_kernels import gradients, sample
@@ -103,7 +103,7 @@ def _add_both(
     p.launch(gradients, what, takes, writes=wants, promise=promise, accumulator=accumulates)
     if fixed:
         mark = problem(*known, None, of_sums, False, FORCE_INT64, MARK)
-        for stage in (mark, mark._replace(stage=TELL)):
+        for stage in (mark, mark._replace(stage=CLASSIFY)):
             p.launch(gradients, stage, [of_grad, None, points, sums, None, None, largest], promise=Determinism.RUN_TO_RUN)
 
     found = {}
@@ -180,7 +180,7 @@ def _has_rows(grad: Tensor) -> bool:
 
 
 def _through(input: Tensor, grid: Tensor) -> bool:
-    return input.is_contiguous() and input.shape[1] >= 16 and not few(prod(grid.shape[1:-1]), input.shape[1])
+    return input.is_contiguous() and input.shape[1] >= 16 and not reads_in_place(prod(grid.shape[1:-1]), input.shape[1])
 
 
 def _summed_in(input: Tensor) -> torch.memory_format:

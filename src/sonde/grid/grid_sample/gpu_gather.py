@@ -23,7 +23,7 @@ from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from ...jit.steps import Pass
 from ...op.plan import Determinism
 from .._device.axes import along, coordinate, weight
-from .._device.long_sums import plus, settled
+from .._device.long_sums import compensated, two_sum
 
 PIECE = 64
 BLOCK = 128  # samples per program
@@ -331,10 +331,10 @@ def _gather_cells(
             row = tl.load(ids + begin + i, mask=here, other=0).to(tl.int64) * ROW
             g = tl.load(grad + row + c, mask=here & in_c, other=0).to(ACC)
             part += share(shares, begin + i, here, corner, DIM, TAPS, ACC) * g
-        total, lost = plus(total, lost, part)
+        total, lost = two_sum(total, lost, part)
         for skip in range(PIECE, most, PIECE):
             slot = (begin // PIECE + skip // PIECE).to(tl.int64)
             part = tl.load(sums + (slot * CORNERS + corner) * C + c, mask=(skip < count) & in_c, other=0)
-            total, lost = plus(total, lost, part)
-    total = settled(total, lost)
+            total, lost = two_sum(total, lost, part)
+    total = compensated(total, lost)
     tl.store(out + pixel.to(tl.int64) * STRIDE + c, total.to(out.dtype.element_ty), mask=in_p & in_c)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ... import jit
 from .._device.axes import MODES, PADDINGS, TAPS, any_of, axis, coordinate, neighbours, none, over_channels, shift, tile
-from .._device.fixed_point import add, multiple
-from .._device.long_sums import MANY, nothing, plus, settled
+from .._device.fixed_point import add, scaled
+from .._device.long_sums import MANY, compensated, two_sum, zeros
 from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, launch_gradients, sample_config
 
 # ---- what must come out -----------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def _gradients(
             dots = dots + (tl.zeros([BLOCK_P, BLOCK_C], ACC),)
     LONG: tl.constexpr = d_grid is not None and CHUNK > MANY * BLOCK_C
     if LONG:
-        lost = nothing(dots[0], SLICES * TAPS * TAPS)
+        lost = zeros(dots[0], SLICES * TAPS * TAPS)
     start = tl.program_id(1).to(OFFSET) * CHUNK
     stop = tl.minimum(start + CHUNK, C)
     if STAGE > 1:
@@ -265,7 +265,7 @@ def _gradients(
             c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
             in_c = c < stop
             g = tl.load(tile(base, p, c, O_C, O_P, OUT_LAST, OUT_ROW, OUT_VECTOR), mask=in_p & in_c, other=0).to(ACC)
-            gs = gs + (multiple(g, most, DIGITS) if STAGE == 1 else g,)
+            gs = gs + (scaled(g, most, DIGITS) if STAGE == 1 else g,)
             if d_grid is not None:
                 sums = ()
                 losses = ()
@@ -278,7 +278,7 @@ def _gradients(
                                 at = tl.max_contiguous(at, [BLOCK_P, 1])  # so that threads side by side have pixels side by side
                             v = tl.load(at, mask=there, other=0).to(ACC)
                             if LONG:
-                                more, less = plus(dots[(z * TAPS + y) * TAPS + x], lost[(z * TAPS + y) * TAPS + x], g * v)
+                                more, less = two_sum(dots[(z * TAPS + y) * TAPS + x], lost[(z * TAPS + y) * TAPS + x], g * v)
                                 sums = sums + (more,)
                                 losses = losses + (less,)
                             else:
@@ -315,7 +315,7 @@ def _gradients(
                 for x in tl.static_range(TAPS):
                     dot = dots[(z * TAPS + y) * TAPS + x]
                     if LONG:
-                        dot = settled(dot, lost[(z * TAPS + y) * TAPS + x])
+                        dot = compensated(dot, lost[(z * TAPS + y) * TAPS + x])
                     gx += (wz[z] * wy[y] * sx[x]) * dot
                     gy += (wz[z] * sy[y] * wx[x]) * dot
                     if DIM == 3:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from .._device.long_sums import MANY, nothing, plus, settled
+from .._device.long_sums import MANY, compensated, two_sum, zeros
 from .._device.taps import corners
 from .._pyramid.gpu_expected import gradients, host, portions
 from .._pyramid.gpu_levels import level, locate, put, scatter, shares, slopes
@@ -81,7 +81,7 @@ def _attend(
         for _t in tl.static_range(TILES * PAIR):
             totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
         if LONG:
-            lost = nothing(totals[0], TILES * PAIR)
+            lost = zeros(totals[0], TILES * PAIR)
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
@@ -109,8 +109,8 @@ def _attend(
                         if LONG:
                             even = p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
                             odd = p00 * high(v00) + p01 * high(v01) + p10 * high(v10) + p11 * high(v11)
-                            even, less = plus(totals[2 * t], lost[2 * t], even)
-                            odd, fewer = plus(totals[2 * t + 1], lost[2 * t + 1], odd)
+                            even, less = two_sum(totals[2 * t], lost[2 * t], even)
+                            odd, fewer = two_sum(totals[2 * t + 1], lost[2 * t + 1], odd)
                             losses = losses + (less, fewer)
                         else:
                             even = totals[2 * t] + p00 * low(v00) + p01 * low(v01) + p10 * low(v10) + p11 * low(v11)
@@ -119,7 +119,7 @@ def _attend(
                     else:
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, cs, cs < D, W, ROW, ACC)
                         if LONG:
-                            more, less = plus(totals[t], lost[t], p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11)
+                            more, less = two_sum(totals[t], lost[t], p00 * v00 + p01 * v01 + p10 * v10 + p11 * v11)
                             sums = sums + (more,)
                             losses = losses + (less,)
                         else:
@@ -131,7 +131,7 @@ def _attend(
         if LONG:
             sums = ()
             for t in tl.static_range(TILES * PAIR):
-                sums = sums + (settled(totals[t], lost[t]),)
+                sums = sums + (compensated(totals[t], lost[t]),)
             totals = sums
         for t in tl.static_range(TILES):
             total = tl.sum(tl.reshape(totals[PAIR * t], [BLOCK_Q, BLOCK_P // PARTS, WIDTH]), 1)
@@ -171,8 +171,8 @@ def normaliser(
             s = s0 + tl.arange(0, BLOCK)[None, :]
             x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
             part = tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0, most)), 1, keep_dims=True)
-            total, lost = plus(total, lost, part)
-        total = settled(total, lost)
+            total, lost = two_sum(total, lost, part)
+        total = compensated(total, lost)
     for s0 in range(0, 0 if LONG else N, BLOCK):
         s = s0 + tl.arange(0, BLOCK)[None, :]
         x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
@@ -270,24 +270,24 @@ def _attend_gradients(
                 g00 = tl.zeros([ROWS, BLOCK_C], ACC)  # summed over tiles
                 g01, g10, g11 = g00, g00, g00
                 if LONG:
-                    l00, l01, l10, l11 = nothing(g00, 4)
+                    l00, l01, l10, l11 = zeros(g00, 4)
                 for c0 in tl.range(0, D, BLOCK_C):
                     if D > BLOCK_C:
                         g = tl.load(g_row + c0, mask=(q0 + of_row < Q) & (c0 + c < D), other=0).to(ACC)
                     if READS:
                         v00, v01, v10, v11 = corners(image, at, k00, k01, k10, k11, c0 + c, c0 + c < D, W, ROW, ACC)
                         if LONG:
-                            g00, l00 = plus(g00, l00, g * v00)
-                            g01, l01 = plus(g01, l01, g * v01)
-                            g10, l10 = plus(g10, l10, g * v10)
-                            g11, l11 = plus(g11, l11, g * v11)
+                            g00, l00 = two_sum(g00, l00, g * v00)
+                            g01, l01 = two_sum(g01, l01, g * v01)
+                            g10, l10 = two_sum(g10, l10, g * v10)
+                            g11, l11 = two_sum(g11, l11, g * v11)
                         else:
                             g00, g01, g10, g11 = g00 + g * v00, g01 + g * v01, g10 + g * v10, g11 + g * v11
                     if d_value is not None:
                         to = d_image + at * (HEADS * D) + c0 + c
                         scatter(to, g, p00, p01, p10, p11, a00, a01, a10, a11, c0 + c < D, W, HEADS * D)
                 if LONG:
-                    g00, g01, g10, g11 = settled(g00, l00), settled(g01, l01), settled(g10, l10), settled(g11, l11)
+                    g00, g01, g10, g11 = compensated(g00, l00), compensated(g01, l01), compensated(g10, l10), compensated(g11, l11)
                 if READS:
                     d00, d01 = d00 + (tl.sum(g00, 1),), d01 + (tl.sum(g01, 1),)
                     d10, d11 = d10 + (tl.sum(g10, 1),), d11 + (tl.sum(g11, 1),)

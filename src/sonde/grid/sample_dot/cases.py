@@ -1,4 +1,4 @@
-"""Labelled inputs of ``sample_dot``: one list feeds tests, benchmarks, the tuner and the tables of the documentation."""
+"""Named inputs of ``sample_dot``, used by tests, benchmarks, the tuner and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def eager(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_
 
 
 def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:
-    """Elements that must move at least once, and bilinear taps (samples times channels)."""
+    """Elements that must be read and written at least once, and bilinear taps (samples times channels)."""
     channels = C + 2 * octaves
     read = B * (channels * H * W + Q * D * (2 + (octaves > 0)) + heads * Q * C)
     return dict(read=read, written=B * heads * Q * D, taps=B * Q * D * channels)

@@ -1,4 +1,4 @@
-"""``sample_dot`` on CPUs: the derivative of the form by its coefficients; its gradients are the other derivatives."""
+"""``sample_dot`` on CPUs: ∂T/∂coef of the form in ``_epipolar``; its gradients are the other derivatives of T."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...jit.steps import Pass
 from ...op.cpu_steps import by_threads
 from .._epipolar.cpu import derivatives
 
-NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # of the form's letters, as the gradients go
+NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # operand of T → argument
 
 
 @by_threads

@@ -1,4 +1,4 @@
-"""Triton implementation of ``sample_dot``: derivatives of the form in ``_epipolar.gpu``."""
+"""``sample_dot`` on GPUs: ∂T/∂coef of the form in ``_epipolar``; its gradients are the other derivatives of T."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...jit.steps import Pass
 from .._epipolar.gpu import derivatives
 
-NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # of the form's letters, as gradients come
+NAMES = dict(images="images", samples="samples", rows="queries", depths="depths")  # operand of T → argument
 
 
 def forward_pass(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int) -> Pass:

@@ -1,4 +1,4 @@
-"""Labelled inputs of ``sample_sum``: one list feeds tests, benchmarks, the tuner and the tables of the documentation."""
+"""Named inputs of ``sample_sum``, used by tests, benchmarks, the tuner and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def eager(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
 
 
 def count(B: int, C: int, H: int, W: int, Q: int, D: int, heads: int, octaves: int = 0, **_) -> dict[str, int]:
-    """Elements that must move at least once, and bilinear taps (samples times channels)."""
+    """Elements that must be read and written at least once, and bilinear taps (samples times channels)."""
     C += 2 * octaves
     return dict(read=B * (C * H * W + Q * D * (2 + heads)), written=B * heads * Q * C, taps=B * Q * D * C)

@@ -1,4 +1,4 @@
-"""``sample_sum`` on CPUs: the derivative of the form by its rows; its gradients are the other derivatives."""
+"""``sample_sum`` on CPUs: ∂T/∂rows of the form in ``_epipolar``; its gradients are the other derivatives of T."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...jit.steps import Pass
 from ...op.cpu_steps import by_threads
 from .._epipolar.cpu import derivatives
 
-NAMES = dict(images="images", samples="samples", coef="weights")  # of the form's letters, in the order of the gradients
+NAMES = dict(images="images", samples="samples", coef="weights")  # operand of T → argument, in the order of the gradients
 
 
 @by_threads

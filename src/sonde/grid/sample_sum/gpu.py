@@ -1,4 +1,4 @@
-"""Triton implementation of ``sample_sum``: derivatives of the form in ``_epipolar.gpu``."""
+"""``sample_sum`` on GPUs: ∂T/∂rows of the form in ``_epipolar``; its gradients are the other derivatives of T."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...jit.steps import Pass
 from .._epipolar.gpu import derivatives
 
-NAMES = dict(images="images", samples="samples", coef="weights")  # of the form's letters, in the order of the gradients
+NAMES = dict(images="images", samples="samples", coef="weights")  # operand of T → argument, in the order of the gradients
 
 
 def forward_pass(images: Tensor, samples: Tensor, weights: Tensor) -> Pass:
