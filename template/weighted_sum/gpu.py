@@ -15,7 +15,7 @@ from ...jit.launch import Launch, cdiv
 from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from .._device.long_sums import plus, settled
+from .._device.long_sums import compensated, two_sum
 
 
 def forward_pass(rows: Tensor, weights: Tensor) -> Pass:
@@ -81,8 +81,8 @@ def _weighted_total(
         q = q0 + tl.arange(0, BLOCK_Q)[:, None]
         w = tl.load(weights + b * Q + q, mask=q < Q, other=0).to(ACC)
         x = tl.load(rows + (b * Q + q) * C + c, mask=(q < Q) & (c < C), other=0).to(ACC)
-        total, lost = plus(total, lost, w * x)
-    total = tl.sum(settled(total, lost), 0, keep_dims=True)
+        total, lost = two_sum(total, lost, w * x)
+    total = tl.sum(compensated(total, lost), 0, keep_dims=True)
     tl.store(out + b * C + c, total.to(out.dtype.element_ty), mask=c < C)
 
 
@@ -113,9 +113,9 @@ def _weighted_gradients(
         if d_rows is not None:
             tl.store(d_rows + at, (w * g).to(d_rows.dtype.element_ty), mask=there)
         if d_weights is not None:
-            total, lost = plus(total, lost, g * tl.load(rows + at, mask=there, other=0).to(ACC))
+            total, lost = two_sum(total, lost, g * tl.load(rows + at, mask=there, other=0).to(ACC))
     if d_weights is not None:
-        total = tl.sum(settled(total, lost), 1, keep_dims=True)
+        total = tl.sum(compensated(total, lost), 1, keep_dims=True)
         tl.store(d_weights + b * Q + q, total.to(d_weights.dtype.element_ty), mask=q < Q)
 
 
