@@ -379,3 +379,39 @@ def test_tune_on_the_device(capsys):
     assert code == 0, err
     assert all(k["searched"] and k["best_us"] > 0 and not k["failures"] for k in found["kernels"])
     assert sonde(capsys, "tune", "sample_sum", *FEW, "--policy", "stored")[0] == 0
+
+
+WITHOUT = """
+import importlib.abc, importlib.util, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Hidden())
+plain = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] == "triton" else plain(name, package)
+from sonde.cli import main
+code = main(sys.argv[1:])
+assert "triton" not in sys.modules
+sys.exit(code)
+"""
+
+
+@interpreted
+def test_dry_run_without_triton(tmp_path):
+    """Every operator's kernels, configurations and candidates are those that are listed with it; a search is refused."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SRC)}
+    argv = ["tune", "--dry-run", "--case", "odd_sizes", "--dtype", "float32", "--layout", "contiguous", "--json"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *argv], capture_output=True, text=True, env=clean, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    found, known = json.loads(done.stdout), json.loads(shell(*argv).stdout)
+    assert [row["operator"] for row in found] == [name for name, operator in OPERATORS.items() if "tune" not in operator.refuses]
+    for row in (*found, *known):
+        for kernel in row["kernels"]:
+            kernel.pop("triton", None)
+    assert found == known
+    done = subprocess.run([sys.executable, "-c", WITHOUT, "tune"], capture_output=True, text=True, env=clean, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "triton is not installed; --dry-run works without" in done.stderr
