@@ -20,9 +20,15 @@ if _TYPE_CHECKING or not _is_command():
     from ._public import __all__ as __all__
 else:
 
-    def __getattr__(name: str):
+    def __getattr__(name: str) -> object:
         if name.startswith("_") and name != "__all__":  # such as _public itself, while it is being imported
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import _public
 
         return getattr(_public, name)
+
+
+def __dir__() -> list[str]:
+    from ._public import __all__ as public
+
+    return [*public, "__version__"]
