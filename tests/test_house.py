@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src"
 SONDE = ROOT / "sonde"
-FAMILIES = sorted(p.name for p in SONDE.iterdir() if (p / "__init__.py").exists() and p.name not in ("op", "jit", "cli", "compat"))
+FAMILIES = sorted(
+    p.name for p in SONDE.iterdir() if (p / "__init__.py").exists() and p.name not in ("op", "jit", "cli", "compat", "nn")
+)
 
 
 class Import(NamedTuple):

@@ -1,9 +1,11 @@
 """What ``import sonde`` costs and what it needs."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,26 @@ def test_kernels_load_on_first_use():
         "sonde.sample_sum(*a); print('numba' in sys.modules, 'triton' in sys.modules)"
     )
     assert python(code).split() == ["False", "True", "False"]
+
+
+PUBLIC = ("", ".compat", ".compat.mmcv", ".compat.physicsnemo", ".compat.sparsedrive", ".compat.torch", ".compat.transformers",
+          ".grid", ".jit", ".nn", ".points")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_dir_shows_the_public_names_and_no_others(name):
+    """Imported helpers do not show; whatever shows exists and, unless it is a constant or a module, says what it is."""
+    module = import_module(f"sonde{name}")
+    shown = {x for x in dir(module) if not x.startswith("_")}
+    assert shown == set(module.__all__)
+    assert len(module.__all__) == len(shown)
+    assert module.__doc__
+    for x in shown:
+        found = getattr(module, x)
+        assert isinstance(found, bool) or inspect.getdoc(found), f"{x} has no docstring"
+
+
+def test_what_users_meet_in_plans_and_errors_is_exported():
+    import sonde
+
+    assert {"Determinism", "Neighbors", "Plan", "Unsupported", "explain", "jit"} <= set(sonde.__all__)

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import plain
 import sonde.nn
 from sonde.compat import sparsedrive
+from sonde.nn import deformable_attention, sparse_boxes
 
+CALLED_IN = {"ms_deform_attn": deformable_attention, "deformable_aggregation": sparse_boxes}  # which module calls the operator
 LEVELS = [(6, 9), (3, 5), (2, 2)]
 S = sum(h * w for h, w in LEVELS)
 
@@ -640,7 +642,7 @@ def test_layers_copy_nothing_from_the_host(tensors, monkeypatch):
         return tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)
 
     for name in ("ms_deform_attn", "deformable_aggregation"):  # operators have tests of their own
-        monkeypatch.setattr(sonde.nn, name, lambda x, shapes, starts, at, *_, **__: x.new_empty(*at.shape[:2], 16))
+        monkeypatch.setattr(CALLED_IN[name], name, lambda x, shapes, starts, at, *_, **__: x.new_empty(*at.shape[:2], 16))
     levels = on_meta((torch.tensor(LEVELS), torch.tensor([0, 54, 69]))) if tensors else (LEVELS, None)
     query, reference, pixels = on_meta((leaf(2, 5, 16), leaf(2, 5, 3, 2), leaf(2, S, 16)))
     inputs, maps, metas = on_meta(scene())
@@ -677,6 +679,6 @@ def test_layers_never_wait_for_the_device(tensors):
 
 def spy(monkeypatch, name: str) -> list[tuple]:
     """The arguments of every call of an operator by a layer."""
-    seen, real = [], getattr(sonde.nn, name)
-    monkeypatch.setattr(sonde.nn, name, lambda *args, **options: seen.append(args) or real(*args, **options))
+    seen, real = [], getattr(CALLED_IN[name], name)
+    monkeypatch.setattr(CALLED_IN[name], name, lambda *args, **options: seen.append(args) or real(*args, **options))
     return seen

@@ -109,9 +109,10 @@ class Operator:
     # -- its functions
 
     @cached_property
-    def public(self) -> Callable:
+    def public(self) -> Callable[..., Any]:
         """What users call."""
-        return attrgetter(self.title)(import_module(f"{__package__}.{self.family}"))
+        found: Callable[..., Any] = attrgetter(self.title)(import_module(f"{__package__}.{self.family}"))
+        return found
 
     @cached_property
     def op(self) -> Any:
@@ -119,21 +120,22 @@ class Operator:
         return getattr(self.module(".api"), f"_{self.name}")
 
     @property
-    def definition(self) -> Callable:
+    def definition(self) -> Callable[..., Any]:
         """The reference, of the schema's arguments."""
-        return getattr(self.module(".reference"), self.name)
+        found: Callable[..., Any] = getattr(self.module(".reference"), self.name)
+        return found
 
     @cached_property
     def arguments(self) -> list[str]:
         """Of the public function, but for `impl`."""
         return [name for name in inspect.signature(self.public).parameters if name != "impl"]
 
-    def registered(self, *args: Any) -> tuple:
+    def registered(self, *args: Any) -> tuple[Any, ...]:
         """The schema's arguments, from those of the public function."""
         return tuple(self.module(".api").arguments(*args)) if self.converts else args
 
     @cached_property
-    def function(self) -> Callable:
+    def function(self) -> Callable[..., Any]:
         """Of the arguments as cases have them, by position; of several results the one with a gradient.
 
         Distances of neighbours that are not there count as 0 and not as infinite, so that they can be compared.
@@ -148,7 +150,7 @@ class Operator:
 
         return self.of(by_position if options else public)
 
-    def of(self, function: Callable) -> Callable:
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose results are the public one's, with one result that can be compared: as ``function`` says."""
         if len(self.results) == 1:
             return function
@@ -161,27 +163,27 @@ class Operator:
         return call
 
     @cached_property
-    def pick(self) -> Callable:
+    def pick(self) -> Callable[..., Any]:
         """The result with a gradient, of what the public function or ``eager`` returns; without any, all tensors."""
         count, at = len(self.results), self.results.index(self.graded) if self.graded else None
         if count == 1:
             return lambda out: out
         return lambda out: tuple(out[:count]) if at is None else out[at]
 
-    def call(self, impl: str) -> Callable:
+    def call(self, impl: str) -> Callable[..., Any]:
         """``function`` of one implementation."""
         return partial(self.function, impl=str(impl))
 
     @property
-    def reference(self) -> Callable:
+    def reference(self) -> Callable[..., Any]:
         return self.call("reference")
 
     @property
-    def defined(self) -> Callable:
+    def defined(self) -> Callable[..., Any]:
         """The reference without the registration around it, where their results are the same."""
         return self.reference if self.searched else lambda *args: self.definition(*self.registered(*args))
 
-    def written(self, args: Sequence, impl: str) -> tuple[Callable, Sequence]:
+    def written(self, args: Sequence[Any], impl: str) -> tuple[Callable[..., Any], Sequence[Any]]:
         """The same call as a user writes it, to be timed: the public function with options by keyword, and the other arguments."""
         plain, options = self._parted
         call = partial(self.public, **dict(zip(options, args[plain:])), impl=impl)
@@ -194,7 +196,7 @@ class Operator:
 
         return parted(self.public)
 
-    def exactly(self, args: Sequence) -> AbstractContextManager:
+    def exactly(self, args: Sequence[Any]) -> AbstractContextManager[Any]:
         """In which a truth of wider numbers finds the neighbours that `args` have."""
         if not self.searched:
             return nullcontext()
@@ -213,13 +215,13 @@ class Operator:
     def cases(self) -> ModuleType:
         return self.module(".cases")
 
-    def make(self, case: str | None = None, **options: Any) -> tuple:
+    def make(self, case: str | None = None, **options: Any) -> tuple[Any, ...]:
         """Arguments of a small case, of given sizes, or of both."""
-        return self.cases.make(**self.sizes({**(self.cases.SMALL[case] if case else {}), **options}))
+        return tuple(self.cases.make(**self.sizes({**(self.cases.SMALL[case] if case else {}), **options})))
 
     def count(self, **sizes: Any) -> dict[str, int]:
         """Elements that must move at least once, and terms that are added."""
-        return self.cases.count(**self.sizes(sizes))
+        return dict(self.cases.count(**self.sizes(sizes)))
 
     def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """In its own letters."""

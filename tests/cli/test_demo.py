@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from helpers.commands import CPU, MEASURED, sonde
-from sonde.cli import bench, protocol
+from sonde.cli import bench, demo, protocol
 from sonde.operators import OPERATORS
 
 
@@ -15,10 +17,23 @@ def test_demo(capsys, tiny, monkeypatch):
     monkeypatch.setattr(
         protocol, "measure", lambda job, *a, **k: honest(protocol.Job(job.operator, job.case, job.sizes, CPU, "reference"), *a, **k)
     )
+    monkeypatch.setattr(demo, "announce_compilation", lambda todo: None)
     code, out, err = sonde(capsys, "demo")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("[0/27] sample_sum pixelsplat_infer float32 contiguous reference: compiling and checking\n")
     assert all(name in out for name in OPERATORS)  # some with a reason why not
     assert "a part of each case" in out
     code, out, _ = sonde(capsys, "demo", "--json")
     assert code == 0
     assert [r["operator"] for r in json.loads(out)] == MEASURED
+
+
+def test_a_line_says_what_a_first_run_compiles(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("numba")
+    monkeypatch.setattr(bench, "device", lambda name: CPU)
+    monkeypatch.setattr("sonde.op.cpu_cache.cache_folder", lambda: tmp_path)
+    demo.announce_compilation(demo.jobs())
+    assert capsys.readouterr().err.startswith(f"Compiling the CPU kernels of {', '.join(MEASURED)}: ")
+    (tmp_path / "kernel").touch()
+    demo.announce_compilation(demo.jobs())
+    assert capsys.readouterr().err == ""

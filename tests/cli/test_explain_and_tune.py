@@ -98,6 +98,11 @@ def test_explain_a_gpu_without_one():
     assert kernel["candidates"] > 50
 
 
+def test_explain_backward_is_the_default(capsys):
+    found = [sonde(capsys, "explain", "sample_dot", "--device", "meta", *flags)[1] for flags in ([], ["--backward"])]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("device", "impl"), [("cpu", "numba"), ("meta", "reference")])
 def test_explain_other_devices(capsys, device, impl):
     pytest.importorskip("numba")
@@ -198,7 +203,7 @@ def test_tune(capsys, quick, tmp_path):
     """Both modes and all gradients; the table has what was gained, and failures come with their causes."""
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "[0/75] grid.rows: compiling\n")  # in a pipe, a line of progress every few seconds
     names = ["grid.rows", *["grid.form"] * 3, "grid.rows", *["grid.form"] * 2, "grid.sample", "grid.sample_gradients"]
     for name in ("grid.deformable_aggregation", "grid.ms_deform_attn"):
         names += [name, *[f"{name}_gradients"] * 2]
@@ -311,7 +316,7 @@ def test_interruption_keeps_what_was_found(capsys, quick, monkeypatch, swallowed
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(search_module, "search", search)
     code, out, err = sonde(capsys, "tune", *FEW)
-    assert (code, err) == (130, "sonde: interrupted; what was found is kept\n")
+    assert (code, err.splitlines()[-1]) == (130, "sonde: interrupted; what was found is kept")
     count = 2 if swallowed else 1
     assert len(open_store().winners()) == count
     assert len(quick) == count
@@ -374,3 +379,39 @@ def test_tune_on_the_device(capsys):
     assert code == 0, err
     assert all(k["searched"] and k["best_us"] > 0 and not k["failures"] for k in found["kernels"])
     assert sonde(capsys, "tune", "sample_sum", *FEW, "--policy", "stored")[0] == 0
+
+
+WITHOUT = """
+import importlib.abc, importlib.util, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Hidden())
+plain = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] == "triton" else plain(name, package)
+from sonde.cli import main
+code = main(sys.argv[1:])
+assert "triton" not in sys.modules
+sys.exit(code)
+"""
+
+
+@interpreted
+def test_dry_run_without_triton(tmp_path):
+    """Every operator's kernels, configurations and candidates are those that are listed with it; a search is refused."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SRC)}
+    argv = ["tune", "--dry-run", "--case", "odd_sizes", "--dtype", "float32", "--layout", "contiguous", "--json"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *argv], capture_output=True, text=True, env=clean, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    found, known = json.loads(done.stdout), json.loads(shell(*argv).stdout)
+    assert [row["operator"] for row in found] == [name for name, operator in OPERATORS.items() if "tune" not in operator.refuses]
+    for row in (*found, *known):
+        for kernel in row["kernels"]:
+            kernel.pop("triton", None)
+    assert found == known
+    done = subprocess.run([sys.executable, "-c", WITHOUT, "tune"], capture_output=True, text=True, env=clean, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "triton is not installed; --dry-run works without" in done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.commands import ROOT, sonde
 from sonde import __version__
-from sonde.cli import doctor
+from sonde.cli import COMMANDS, bench, console, doctor, plot
 
 
 def test_version_and_help(capsys):
@@ -27,6 +27,48 @@ def test_module_runs_and_import_stays_lean():
     assert lean.stdout.strip() == "[]", lean.stderr
     version = subprocess.run([sys.executable, "-m", "sonde", "--version"], capture_output=True, text=True, env=_environment())
     assert (version.returncode, version.stdout) == (0, f"sonde {__version__}\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+def test_help_and_version_do_without_torch(argv):
+    """The installed script and ``python -m sonde`` alike; whoever else imports sonde gets all of it at once."""
+    code = (
+        "import sys; sys.argv = ['/some/where/bin/sonde', *sys.argv[1:]]; from sonde.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules); import sonde; print(sonde.knn.__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=_environment())
+    assert done.stdout.endswith("False\nknn True\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "sonde", *argv], capture_output=True, text=True, env=_environment()
+    )
+    assert done.returncode == 0
+    assert "sonde.cli" in done.stderr
+    assert "torch" not in done.stderr
+
+
+def test_progress_in_a_pipe_is_lines_on_stderr(capsys, monkeypatch):
+    with console.progress(3) as begin:
+        begin("one")
+        begin("two")  # too soon after the first
+        monkeypatch.setattr(console, "LINE_EVERY", 0.0)
+    assert capsys.readouterr() == ("", "[0/3] one\n")
+    with console.meter(2) as say:
+        say(0, "a")
+        say(1, "b")
+    assert capsys.readouterr() == ("", "[0/2] a\n[1/2] b\n")
+    with console.progress(3, show=False) as begin:
+        begin("one")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_matplotlib_is_looked_for_before_the_work(capsys, monkeypatch, command):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measured", None)  # nothing is measured
+    code, out, err = sonde(capsys, command, "--plot", "x.png")
+    assert (code, out) == (2, "")
+    assert err == "sonde: --plot x.png: needs matplotlib, which is not installed; it comes with the extra sonde[plot]\n"
 
 
 def _environment() -> dict:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import get_args
 
-from .console import UsageError, did_you_mean, dump, left_out, operators, pick, progress, table, writable
+from .console import IMPLS, UsageError, did_you_mean, dump, left_out, operators, pick, progress, table, writable
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LAYOUTS = ("contiguous", "channels_last")
@@ -28,12 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def selection(parser: argparse.ArgumentParser) -> None:
     """The options that say what is measured."""
-    from ..op.plan import Impl
-
     several = "; several between commas"
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
     parser.add_argument("--case", action="append", metavar="NAME", help=f"which workloads (default: all){several}")
-    parser.add_argument("--impl", default="auto", help=f"{', '.join(get_args(Impl))} (default: auto){several}")
+    parser.add_argument("--impl", default="auto", help=f"{', '.join(IMPLS)} (default: auto){several}")
     parser.add_argument("--against", default="eager", help=f"{', '.join(AGAINST)} (default: eager){several}")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together as well")
     parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)} (default: float32){several}")
@@ -48,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json in OPERATORS:
         raise UsageError(f"--json takes a file; write --json - before {options.json!r} to print the records")
     writable("--json", options.json)
-    writable("--plot", options.plot, plot.SUFFIXES)
+    plot.check("--plot", options.plot)
     todo = jobs(options)
     quiet = options.json == "-"
     records = list(measured(todo, show=not quiet))
@@ -65,14 +62,14 @@ def run(options: argparse.Namespace) -> int:
 
 def jobs(options: argparse.Namespace) -> list:
     """What the options ask for, or an error that says what they could have asked for."""
-    from ..op.plan import Impl, refusal
+    from ..op.plan import refusal
     from .protocol import Job
 
     chosen = operators("bench", options.operators)
     known = list(dict.fromkeys(case for operator in chosen for case in operator.cases.BENCH))
     cases = pick("case", options.case or [], known) or known
     where = device(options.device)
-    impls = pick("implementation", [options.impl], get_args(Impl))
+    impls = pick("implementation", [options.impl], IMPLS)
     for impl in impls:
         reason = None if impl == "auto" else refusal(impl, where.type)
         if reason:
@@ -105,17 +102,18 @@ def device(name: str | None):
     return torch.device("cuda", int(index or 0))
 
 
-def measured(todo: Iterable, show: bool = True, **options) -> Iterator[dict]:
+def measured(todo: Iterable, show: bool = True, extras: bool = True) -> Iterator[dict]:
     """The record of each job, as soon as it is known."""
     import torch
 
     from .protocol import STAGES, measure
 
     todo = list(todo)
-    with progress(len(todo) * len(STAGES), show) as begin:
+    stages = len(STAGES) - (not extras)  # the last one
+    with progress(len(todo) * stages, show) as begin:
         for job in todo:
             try:
-                yield measure(job, begin, **options)
+                yield measure(job, begin, extras)
             except torch.OutOfMemoryError as problem:
                 yield dict(operator=job.operator.name, case=job.case, correct=False, wrong=str(problem).splitlines()[0], figures={})
 

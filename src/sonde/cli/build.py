@@ -12,7 +12,6 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..jit import settings
 from . import console
 from .console import UsageError
 
@@ -34,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if find_spec("triton") is None:
         raise UsageError("build needs triton, which is not installed")
-    from ..jit import release
+    from ..jit import release, settings
 
     if options.workers is not None and options.workers < 1:
         raise UsageError(f"--workers {options.workers}: must be at least 1")

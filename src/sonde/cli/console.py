@@ -1,20 +1,25 @@
-"""What the commands print: tables, a progress bar and complaints. Plain text, and no bar, where nobody is watching."""
+"""What the commands print: tables, progress and complaints. In a pipe, plain text, and lines on stderr in place of a bar."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..operators import Operator
+
+
+IMPLS = ("auto", "triton", "numba", "reference")  # op.plan.Impl, which cannot be read without importing torch
+LINE_EVERY = 2.0  # seconds between two lines of progress in a pipe
 
 
 class UsageError(Exception):
@@ -126,9 +131,10 @@ def _strict(value: Any) -> Any:
 
 @contextmanager
 def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
-    """A bar of `total` steps; the function it gives says what begins now, and that the step before is done."""
+    """A bar of `total` steps; call the function it yields with what begins now, which also completes the step before."""
     if not (show and interactive()):
-        yield lambda text: None
+        line, steps = _lines(total, show), count()
+        yield lambda text: line(next(steps), text)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -147,9 +153,9 @@ def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def meter(total: int, show: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """A bar of `total` steps with the time that is left; the function it gives says how many are done, and what is going on."""
+    """A bar of `total` steps with the time left; call the function it yields with how many are done, and what goes on now."""
     if not (show and interactive()):
-        yield lambda done, text: None
+        yield _lines(total, show)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -163,3 +169,16 @@ def meter(total: int, show: bool = True) -> Iterator[Callable[[int, str], None]]
     with Progress(*columns, TextColumn("{task.description}", markup=False), transient=True, speed_estimate_period=600) as bar:
         task = bar.add_task("", total=total)
         yield lambda done, text: bar.update(task, completed=done, description=text)
+
+
+def _lines(total: int, show: bool) -> Callable[[int, str], None]:
+    """Progress as lines on stderr: the first at once, others not more often than every few seconds."""
+    due = 0.0 if show else math.inf
+
+    def line(done: int, text: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+            due = time.monotonic() + LINE_EVERY
+
+    return line

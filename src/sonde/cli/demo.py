@@ -7,8 +7,14 @@ random places for grid_sample, SparseDrive's detection head, the decoder of Defo
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .console import dump, left_out, operators, table, writable
+from .console import dump, left_out, operators, table
+
+if TYPE_CHECKING:
+    from .protocol import Job
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +26,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from . import plot
-    from .bench import device, measured
-    from .protocol import Job
+    from .bench import measured
 
-    writable("--plot", options.plot, plot.SUFFIXES)
-    where = device(None)
-    todo = []
-    for operator in operators("demo", []):
-        sizes = {**operator.cases.BENCH[operator.typical], **(operator.on_cpu if where.type == "cpu" else {})}
-        todo.append(Job(operator, operator.typical, sizes, where))
+    plot.check("--plot", options.plot)
+    todo = jobs()
+    announce_compilation(todo)
     records = list(measured(todo, show=not options.json, extras=False))
     if options.json:
         dump(records)
@@ -37,6 +39,31 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and plot.save(records, options.plot) and not options.json:
         print(f"Picture: {options.plot}")
     return 0 if all(record["correct"] for record in records) else 1
+
+
+def jobs() -> list[Job]:
+    from .bench import device
+    from .protocol import Job
+
+    where = device(None)
+    return [
+        Job(o, o.typical, {**o.cases.BENCH[o.typical], **(o.on_cpu if where.type == "cpu" else {})}, where)
+        for o in operators("demo", [])
+    ]
+
+
+def announce_compilation(todo: Sequence[Job]) -> None:
+    """One line if the cache of CPU kernels is empty, so that nobody wonders what a first run is doing."""
+    from ..op.plan import HAS_NUMBA
+
+    if todo[0].device.type != "cpu" or not HAS_NUMBA:
+        return
+    from ..op.cpu_cache import cache_folder
+
+    folder = cache_folder()
+    if folder is not None and not any(folder.iterdir()):
+        names = ", ".join(job.operator.name for job in todo)
+        print(f"Compiling the CPU kernels of {names}: once for this installation, into {folder}", file=sys.stderr, flush=True)
 
 
 def show(records: list[dict]) -> None:

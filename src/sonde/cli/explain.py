@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from .bench import DTYPES, LAYOUTS
-from .console import UsageError, did_you_mean, dump, table, writable
+from .console import IMPLS, UsageError, did_you_mean, dump, table, writable
 
 if TYPE_CHECKING:
     from ..op.plan import Plan
@@ -22,15 +22,14 @@ DEVICES = ("auto", "cpu", "cuda", "meta")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from ..op.plan import Impl
-
     parser.add_argument("operator", metavar="OPERATOR", help="which operator")
     parser.add_argument("--case", metavar="NAME", help="which workload (default: the first)")
     parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)} (default: float32)")
     parser.add_argument("--layout", default="contiguous", help=f"{', '.join(LAYOUTS)} (default: contiguous)")
     parser.add_argument("--device", default="auto", help=f"{', '.join(DEVICES)} (default: auto, which is cuda where there is one)")
-    parser.add_argument("--impl", default="auto", help=f"{', '.join(get_args(Impl))} (default: auto)")
-    parser.add_argument("--no-backward", action="store_true", help="without gradients")
+    parser.add_argument("--impl", default="auto", help=f"{', '.join(IMPLS)} (default: auto)")
+    gradients = argparse.BooleanOptionalAction
+    parser.add_argument("--backward", action=gradients, default=True, help="with all gradients (the default), or without")
     parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms(True)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the plan to FILE; print it without one")
 
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     writable("--json", options.json)
     job = _job(options)
     try:
-        plan = planned(job, not options.no_backward, options.deterministic)
+        plan = planned(job, options.backward, options.deterministic)
     except Unsupported as problem:  # as PickStored is where nothing is stored
         print(f"sonde: {problem}", file=sys.stderr)
         return 1
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 def _job(options: argparse.Namespace) -> Job:
     import torch
 
-    from ..op.plan import Impl, refusal
+    from ..op.plan import refusal
     from ..operators import OPERATORS
     from .protocol import Job
 
@@ -70,7 +69,7 @@ def _job(options: argparse.Namespace) -> Job:
     kind = one("device", options.device, DEVICES)
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    impl = one("implementation", options.impl, get_args(Impl))
+    impl = one("implementation", options.impl, IMPLS)
     reason = None if impl == "auto" else refusal(impl, kind)
     if reason:
         raise UsageError(f"--impl {impl} {reason}")

@@ -6,10 +6,19 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from .console import UsageError, writable
+
 SUFFIXES = (".png", ".svg", ".pdf")
 OURS, OURS_BACKWARD, THEIRS = "#1b6ca8", "#7fb2d9", "#c9c9c9"
 LOG = 100  # times the shortest bar that the longest may be before lengths become logarithms
 ABSENT = dict.fromkeys(("graph_ms", "call_ms", "peak_mib"), float("nan"))  # of a contender that did not run
+
+
+def check(option: str, file: str | None) -> None:
+    """Complain before the work if the picture could not be drawn after it."""
+    writable(option, file, SUFFIXES)
+    if file is not None and find_spec("matplotlib") is None:
+        raise UsageError(f"{option} {file}: needs matplotlib, which is not installed; it comes with the extra sonde[plot]")
 
 
 def save(records: Sequence[dict], file: str, title: str = "") -> bool:

@@ -17,7 +17,7 @@ from .check import Truth, every, forward_backward, leaves
 from .environment import environment
 
 SECONDS = 0.1  # for each figure
-STAGES = ("checking", "timing", "weighing", "floor and host cost")
+STAGES = ("compiling and checking", "timing", "weighing", "floor and host cost")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Job:
 def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: bool = True) -> dict:
     """One record, ready for JSON. No speed-up is in it unless the value and every gradient are right.
 
-    `begin` hears of each stage; `extras` are the floor and the host cost.
+    `begin` hears of each stage; `extras` are the index and the search timed apart, the floor and the host cost.
     """
     operator, device = job.operator, job.device
     if device.type == "cuda":
@@ -65,7 +65,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     counted = operator.count(**job.sizes)
     contenders = _contenders(job, job.against)
 
-    begin(f"{job}: checking")
+    begin(f"{job}: compiling and checking")
     out = _forward(contenders["sonde"], args)
     cotangent = _cotangent(out)
     n = every(operator, out)
@@ -98,7 +98,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
             figures[name][phase] = {"call_ms": ms}
             if device.type == "cuda":
                 figures[name][phase] |= timing.graph_ms(calls[name], SECONDS, flush)
-    apart = _apart(job, args)
+    apart = _apart(job, args) if extras else None
     deterministic = _deterministic_ms(phases) if device.type == "cuda" and job.backward else None
 
     begin(f"{job}: weighing")
@@ -126,8 +126,8 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
         deterministic_ms=deterministic,
         apart=apart,
     )
-    begin(f"{job}: floor and host cost")
     if extras:
+        begin(f"{job}: floor and host cost")
         record["floor"] = _floor(job, args, flush, record)
         record["host_us"] = _host(operator, device, job.impl, job.dtype, job.layout)
     return record

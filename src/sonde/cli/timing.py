@@ -111,7 +111,7 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it greets on stderr
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             held = call()
-        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        events = profiler.profiler.kineto_results.events()
         peak = now = 0
         for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
             now += event.nbytes()

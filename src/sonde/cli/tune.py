@@ -13,13 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .bench import DTYPES, LAYOUTS, number
 from .console import UsageError, did_you_mean, dump, meter, operators, pick, table, writable
 from .explain import deterministic_algorithms, planned, short
+from .without_triton import planning
 
 if TYPE_CHECKING:
     from ..jit.kernel import Tunable
@@ -61,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
     limits = _limits(options)
     policy = _policy(options)
     todo = _jobs(options)
-    found = [Planned(job, _kernels(job)) for job in todo]
+    with nullcontext() if find_spec("triton") else planning():
+        found = [Planned(job, _kernels(job)) for job in todo]
     if not _choices(found) and not options.json:
         print("No kernel of these cases has more than one configuration; there is nothing to tune")
         return 0
@@ -136,11 +139,10 @@ def _policy(options: argparse.Namespace) -> Policy:
 def _jobs(options: argparse.Namespace) -> list[Job]:
     import torch
 
-    from ..op.plan import HAS_TRITON
     from .protocol import Job
 
-    if not HAS_TRITON:
-        raise UsageError("tune: only Triton kernels have configurations, and triton is not installed")
+    if not (options.dry_run or find_spec("triton")):
+        raise UsageError("tune: only Triton kernels have configurations, and triton is not installed; --dry-run works without")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or options.dry_run or torch.cuda.is_available()):
         raise UsageError(

@@ -1,11 +1,16 @@
 """Other libraries' names and argument orders, so that a change of import is all it takes; imported when first used."""
 
 from importlib import import_module
+from typing import Any
 
 __all__ = ["mmcv", "physicsnemo", "sparsedrive", "torch", "transformers"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in __all__:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +11,10 @@ from ..grid import ms_deform_attn as _ms_deform_attn
 from ..op import checks
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn_pytorch"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class MultiScaleDeformableAttnFunction:
@@ -41,7 +46,7 @@ class MultiScaleDeformableAttnFunction:
 
 
 def multi_scale_deformable_attn_pytorch(
-    value: Tensor, value_spatial_shapes: Tensor | Sequence, sampling_locations: Tensor, attention_weights: Tensor
+    value: Tensor, value_spatial_shapes: Tensor | Sequence[Any], sampling_locations: Tensor, attention_weights: Tensor
 ) -> Tensor:
     """The same without `value_level_start_index`: levels follow one another. Shapes on a device stay there."""
     starts = None

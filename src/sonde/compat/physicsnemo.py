@@ -15,6 +15,10 @@ from ..points import radius_search as _radius_search
 __all__ = ["knn", "knn_weighted_feature_aggregation", "radius_bounded_feature_aggregation", "radius_search"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def knn_weighted_feature_aggregation(
     p1: Tensor, p2: Tensor, p2_features: Tensor, k: int = 3, sigma: float | Tensor = 0.1, eps: float = 1e-8
 ) -> Tensor:

@@ -19,6 +19,11 @@ from ..op import checks
 
 __all__ = ["CUDA_EXT_AVAILABLE", "DeformableAggregationFunction", "deformable_aggregation_function", "feature_maps_format"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 CUDA_EXT_AVAILABLE = True  # so that models take the fused path; there is nothing to compile
 
 
@@ -40,7 +45,7 @@ def deformable_aggregation_function(
     return _deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sampling_location, weights)
 
 
-def feature_maps_format(feature_maps: Sequence, inverse: bool = False) -> list:
+def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> list[Any]:
     """Maps to rows of pixels and back.
 
     Args:
@@ -89,7 +94,7 @@ _FORMAT = "feature_maps_format"
 _NAMES = pyramid.Names("feature_maps[1]", "feature_maps[2]", "feature_maps[1]")
 
 
-def _groups(given: Any) -> Sequence:
+def _groups(given: Any) -> Sequence[Any]:
     """Lists of maps, one for each group of cameras."""
     if not isinstance(given, (list, tuple)) or not given:
         raise TypeError(

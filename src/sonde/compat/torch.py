@@ -8,6 +8,12 @@ from torch import Tensor, compiler
 
 from ..grid import grid_sample as _grid_sample
 
+__all__ = ["grid_sample"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None

@@ -22,6 +22,10 @@ from .mmcv import multi_scale_deformable_attn_pytorch as multi_scale_deformable_
 __all__ = ["MultiScaleDeformableAttention", "multi_scale_deformable_attention", "patch", "unpatch"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class MultiScaleDeformableAttention(nn.Module):
     """The layer of this name in Deformable DETR, RT-DETR, Grounding DINO and others, which has no parameters."""
 

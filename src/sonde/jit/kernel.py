@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
     grid: tuple[int, int, int]
     sizes: tuple[int, ...]
-    constants: tuple
+    constants: tuple[Any, ...]
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = True  # whether a product and a sum may become one operation, which rounds once
@@ -86,7 +86,7 @@ class Tunable:
     function: Any
     name: str
     default: Callable[[Any], Any]
-    candidates: Callable[[Any], Sequence]
+    candidates: Callable[[Any], Sequence[Any]]
     launch: Callable[[Any, Any], Launch]
     sizes: tuple[str, ...]
     batch: tuple[str, ...]
@@ -139,7 +139,7 @@ class Tunable:
         some = self.expected is not None and 0 not in self.launch(problem, self.default(problem)).grid
         return some and len(self.fitting(problem)) > 1
 
-    def fitting(self, problem: Any) -> list:
+    def fitting(self, problem: Any) -> list[Any]:
         """The candidates that can run, each once, in their order."""
         return [config for config in dict.fromkeys(self.candidates(problem)) if self.fits(problem, config)]
 
@@ -169,7 +169,7 @@ class Tunable:
             return Choice(default, "default", *about)
         return Choice(default, "default")
 
-    def _known(self, found: Any, problem: Any, key: Key, own: Sequence) -> Any:
+    def _known(self, found: Any, problem: Any, key: Key, own: Sequence[Any]) -> Any:
         """What was stored or shipped, as a configuration; None unless each value is like one of our own, and all of it fits.
 
         Files can hold anything. What gets by this and does not compile is refused by `bind`.
@@ -203,7 +203,7 @@ class Tunable:
     @cached_property
     def title(self) -> str:
         """As a profiler shows it."""
-        return self.function.__name__
+        return str(self.function.__name__)
 
     @cached_property
     def source(self) -> str:
@@ -226,12 +226,12 @@ class Tunable:
         return next((name for name, value in known.items() if value is self), None)
 
     @cached_property
-    def _refused(self) -> set[tuple]:
+    def _refused(self) -> set[tuple[Any, ...]]:
         """Stored and shipped configurations that did not compile, with their keys."""
         return set()
 
     @cached_property
-    def _bound(self) -> CallCache[Callable]:
+    def _bound(self) -> CallCache[Callable[..., Any]]:
         return CallCache()
 
     def _search(self, problem: Any, tensors: Sequence[Tensor | None], dtypes: str, device: torch.device, again: bool) -> Choice:
@@ -269,7 +269,7 @@ def kernel(
     *,
     default: Callable[[Any], Any],
     launch: Callable[[Any, Any], Launch],
-    candidates: Callable[[Any], Sequence] | None = None,
+    candidates: Callable[[Any], Sequence[Any]] | None = None,
     sizes: Sequence[str] = (),
     batch: Sequence[str] = (),
     writes: Sequence[int] = (),
@@ -302,10 +302,10 @@ def kernel(
 
 
 _searched: set[Key] = set()  # by this process, which need not search them again
-_listeners: list[Callable[[Tunable, Any, Key], Callable]] = []  # each makes the progress function of a search
+_listeners: list[Callable[[Tunable, Any, Key], Callable[..., Any]]] = []  # each makes the progress function of a search
 
 
-def listener(kernel: Tunable, problem: Any, key: Key, verbose: bool) -> Callable | None:
+def listener(kernel: Tunable, problem: Any, key: Key, verbose: bool) -> Callable[..., Any] | None:
     """Who hears of a search's progress: a progress bar if one is there, else the log."""
     if _listeners:
         return _listeners[-1](kernel, problem, key)
@@ -335,4 +335,4 @@ def dtypes_of(tensors: Iterable[Tensor | torch.dtype | None]) -> str:
 def _triton_version() -> str:
     import triton
 
-    return triton.__version__
+    return str(triton.__version__)

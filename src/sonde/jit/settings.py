@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from ..op.cache import cache_dir
 from .policies import PickAny, PickBest, PickFixed, PickStored, Policy
 
 __all__ = ["DEFAULT", "Settings", "cache_dir", "current", "set", "use"]
 
-_NAMES: dict[str, type] = {"any": PickAny, "best": PickBest, "stored": PickStored}
+_NAMES: dict[str, type[PickAny | PickBest | PickStored]] = {"any": PickAny, "best": PickBest, "stored": PickStored}
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _KEEP: Any = ...
 _logger = logging.getLogger("sonde")
@@ -96,19 +96,18 @@ def use(settings: Settings) -> Iterator[Settings]:
 
 
 def _policy(given: Any) -> Policy:
-    kinds = get_args(Policy)
-    if isinstance(given, kinds):
+    if isinstance(given, (PickAny, PickBest, PickStored, PickFixed)):
         return given
     if given is PickFixed:
         raise TypeError("policy: PickFixed needs a configuration; write PickFixed(config)")
-    if isinstance(given, type) and given in kinds:
-        return given()
+    if isinstance(given, type) and given in _NAMES.values():
+        given = given.__name__
     if not isinstance(given, str):
         raise TypeError(f"policy must be PickAny, PickBest, PickStored, PickFixed(config) or a name, got {_shown(given)}")
-    kind = _NAMES.get(given.strip().lower().removeprefix("pick"))
-    if kind is None:
+    named = _NAMES.get(given.strip().lower().removeprefix("pick"))
+    if named is None:
         raise ValueError(f"policy must be one of {', '.join(_NAMES)} where it is a name, got {given!r}")
-    return kind()
+    return named()
 
 
 def _count(name: str, given: Any, expected: str) -> int:

@@ -43,7 +43,7 @@ class Step:
 
     title: str  # as a profiler shows it
     takes: tuple[str | None, ...]  # the slots that it is called with, in order
-    start: Callable[[tuple], Callable[..., Any]]  # given the first tensors: what runs on these and on later ones
+    start: Callable[[tuple[Any, ...]], Callable[..., Any]]  # given the first tensors: what runs on these and on later ones
     gives: tuple[str, ...] = ()  # slots that it returns, having allocated them itself
     writes: tuple[str, ...] = ()  # of the operator's results, those that it computes
     promise: Determinism = Determinism.BATCH_INVARIANT
@@ -52,7 +52,7 @@ class Step:
     kernel: Tunable | None = None  # where there is a choice of configurations
     problem: Any = None
 
-    def chosen(self, dtypes: Sequence[torch.dtype | None], device: torch.device) -> tuple:
+    def chosen(self, dtypes: Sequence[torch.dtype | None], device: torch.device) -> tuple[Any, ...]:
         """For a plan: the configuration that it would run in, where that comes from, the number of candidates, the key."""
         if self.kernel is None:
             return ()
@@ -138,7 +138,7 @@ class Pass:
         if 0 in launch.grid:
             return
 
-        def start(tensors: tuple) -> Callable[..., None]:
+        def start(tensors: tuple[Any, ...]) -> Callable[..., None]:
             from .launch import bind  # which imports Triton
 
             return bind(function, tensors, launch)
@@ -215,7 +215,7 @@ class Pass:
         order = [*self.given, *(name for name in self.slots if name not in self.given)]
         at = {name: i for i, name in enumerate(order)}
         count, blank = len(self.given), [None] * (len(order) - len(self.given) + 1)  # the last one stays None
-        program: list[Callable[[list], None]] = []
+        program: list[Callable[[list[Any]], None]] = []
         moments = list(self.moments())
         if not moments:
             program += [_make(at[name], self.slots[name], at) for name in self.results]
@@ -241,7 +241,7 @@ class Pass:
         returned = sum(self.slots[name].nbytes for result in self.results for name in self._chain(result))
         for step, made, freed in self.moments():
             held += sum(self.slots[name].nbytes for name in (*made, *step.gives))
-            dtypes = [self.slots[name].dtype if name in self.slots else None for name in step.takes]  # type: ignore[index]
+            dtypes = [self.slots[name].dtype if name in self.slots else None for name in step.takes]
             chosen = step.chosen(dtypes, self.device)
             workspace = max(0, held + step.scratch - returned)
             wide = step.accumulator or self.accumulator
@@ -262,9 +262,9 @@ class _Run:
     def __init__(self, step: Step, takes: list[int], gives: list[int]) -> None:
         self.take = itemgetter(*takes) if len(takes) > 1 else _take_one(takes[0])
         self.start, self.gives = step.start, gives
-        self.run: Callable | None = None
+        self.run: Callable[..., Any] | None = None
 
-    def __call__(self, slots: list) -> None:
+    def __call__(self, slots: list[Any]) -> None:
         taken = self.take(slots)
         if self.run is None:
             self.run = self.start(taken)
@@ -274,28 +274,28 @@ class _Run:
                 slots[i] = tensor
 
 
-def _take_one(i: int) -> Callable[[list], tuple]:
+def _take_one(i: int) -> Callable[[list[Any]], tuple[Any, ...]]:
     return lambda slots: (slots[i],)
 
 
-def _make(i: int, slot: Slot, at: dict[str, int]) -> Callable[[list], None]:
+def _make(i: int, slot: Slot, at: dict[str, int]) -> Callable[[list[Any]], None]:
     make, source = slot.make, None if slot.source is None else at[slot.source]
     assert make is not None
     if source is None:
 
-        def allocate(slots: list) -> None:
+        def allocate(slots: list[Any]) -> None:
             slots[i] = make()
 
         return allocate
 
-    def derive(slots: list) -> None:
+    def derive(slots: list[Any]) -> None:
         slots[i] = make(slots[source])
 
     return derive
 
 
-def _free(places: list[int]) -> Callable[[list], None]:
-    def free(slots: list) -> None:
+def _free(places: list[int]) -> Callable[[list[Any]], None]:
+    def free(slots: list[Any]) -> None:
         for i in places:
             slots[i] = None
 

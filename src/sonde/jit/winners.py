@@ -20,7 +20,7 @@ _any = PickAny()
 _version = 0  # grows when a winner may have changed
 
 
-def state() -> tuple:
+def state() -> tuple[Any, ...]:
     """What a choice depends on besides the call itself; part of the key of whatever remembers choices."""
     policy = settings.current().policy
     return (policy if type(policy) is PickAny or not _capturing() else _any), _version
@@ -41,16 +41,17 @@ def forget() -> None:
 
 def _capturing() -> bool:
     """Nothing may be timed while a graph is captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # is_available() asks the driver
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() would ask the driver
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(64)
-def stored(device: str) -> Mapping[Key, Mapping]:
+def stored(device: str) -> Mapping[Key, Mapping[str, Any]]:
     return open_store().snapshot(device)
 
 
 @lru_cache(64)
-def shipped(device: str) -> Mapping[tuple, Mapping]:
+def shipped(device: str) -> Mapping[tuple[Any, ...], Mapping[str, Any]]:
     """They hold for every version of torch and Triton, until something better is stored."""
     file = SHIPPED / f"{slug(device)}.json"
     if not file.is_file():
@@ -64,7 +65,7 @@ def shipped(device: str) -> Mapping[tuple, Mapping]:
     return {portable(w.key): w.config for w in found}
 
 
-def portable(key: Key) -> tuple:
+def portable(key: Key) -> tuple[Any, ...]:
     """The part of a key that another version has in common with this one."""
     return key.kernel, key.dtypes, key.constants, key.bucket
 
@@ -109,5 +110,5 @@ def read(kind: type, found: Any) -> Any:
         return None
 
 
-def write(config: Any) -> dict:
+def write(config: Any) -> dict[str, Any]:
     return asdict(config) if is_dataclass(config) else config._asdict()  # type: ignore[arg-type]

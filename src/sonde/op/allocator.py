@@ -59,7 +59,7 @@ def allocator_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtyp
 
     def again() -> Tensor:
         kept = _unowned(size) or Kept(size)
-        found = torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, shape, strides)  # type: ignore[call-overload]
+        found = torch.empty(0, dtype=dtype, device="cpu").set_(kept.storage, 0, shape, strides)
         _kept.append(kept)
         while sum(one.size for one in _kept.copy()) > ROOM:
             _oldest()

@@ -98,10 +98,10 @@ def dense(name: str, argument: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: {argument} must be a dense tensor; got a MaskedTensor. Use {argument}.to_tensor(0)")
 
 
-def refuse_scripting(*functions: Callable) -> None:
+def refuse_scripting(*functions: Callable[..., Any]) -> None:
     """``torch.jit.script`` compiles sources, which it cannot do with these; its own message would name one of their arguments."""
 
-    def refusal(name: str) -> Callable:
+    def refusal(name: str) -> Callable[..., Any]:
         def refuse() -> None:
             raise NotImplementedError(
                 f"{name}: torch.jit.script cannot compile it; use torch.jit.trace, torch.compile or torch.export, "
@@ -150,7 +150,7 @@ def probability(name: str, argument: str, value: Any, below_one: bool = False) -
         raise ValueError(f"{name}: {argument} must be a number in {interval}; got {value}")
 
 
-def choice(name: str, argument: str, value: Any, known: Collection) -> None:
+def choice(name: str, argument: str, value: Any, known: Collection[Any]) -> None:
     if not any(type(value) is type(x) and value == x for x in known):
         *most, last = map(repr, known)
         raise ValueError(f"{name}: {argument} must be {', '.join(most)} or {last}; got {kind(value)}")
@@ -163,7 +163,7 @@ def kind(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def parted(function: Callable) -> tuple[int, list[str]]:
+def parted(function: Callable[..., Any]) -> tuple[int, list[str]]:
     """How many arguments come by position, and what comes by keyword only; but for `impl`."""
     known = inspect.signature(function).parameters.values()
     options = [p.name for p in known if p.kind is p.KEYWORD_ONLY]

@@ -141,7 +141,7 @@ def hold(*tensors: Tensor | None, backward: bool = False) -> None:
         plans[-1] = replace(plans[-1], kernels=kernels)
 
 
-def explain(function: Callable, *args, **kwargs) -> Plan:
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """What ``function(*args, **kwargs)`` would launch, for its value and for the gradients that its arguments ask for.
 
     Nothing is launched. Arguments may be meta tensors.
@@ -167,7 +167,7 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
     return Plan(", ".join(p.operator for p in plans), plans[0].impl, kernels)
 
 
-def of_reference(args: Sequence) -> Kernel:
+def of_reference(args: Sequence[Any]) -> Kernel:
     """The definition, whatever torch makes of it."""
     wide = accumulator(*[a for a in args if isinstance(a, Tensor)])
     return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)

@@ -1,0 +1,11 @@
+"""Layers built on the operators. Their state dicts are those of the original models, so checkpoints load as they are."""
+
+from .deformable_attention import MSDeformAttn
+from .grid_sample import GridSample
+from .sparse_boxes import DeformableFeatureAggregation, SparseBox3DKeyPointsGenerator
+
+__all__ = ["DeformableFeatureAggregation", "GridSample", "MSDeformAttn", "SparseBox3DKeyPointsGenerator"]
+
+
+def __dir__() -> list[str]:
+    return __all__
