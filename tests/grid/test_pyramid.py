@@ -65,7 +65,7 @@ def test_levels_on_the_host_are_read_by_each_call(operator, triton_target, monke
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
     levels = tuple(torch.cat([args[1], args[2][..., None]], -1).flatten().tolist())
     want = value_and_gradients(gpu, [args[0], None, None, *args[3:5], levels, args[6]])
-    monkeypatch.setattr(passes, "_elsewhere", lambda given: given["shapes"] is not None)
+    monkeypatch.setattr(passes, "_levels_on_host", lambda given: given["shapes"] is not None)
     assert same_bits(value_and_gradients(gpu, args), want)
     run = decide(gpu, args)
     first = run(*args)

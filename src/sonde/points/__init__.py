@@ -1,4 +1,4 @@
-"""Operators that read point clouds: find neighbours, weigh, reduce, without a matrix of distances."""
+"""Operators on point clouds: find neighbours, weight them and reduce, without a distance matrix."""
 
 from ._search.index import PointIndex
 from .knn import Neighbors, knn

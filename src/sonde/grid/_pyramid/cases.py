@@ -1,4 +1,4 @@
-"""Inputs of operators on feature pyramids: levels, and places in them."""
+"""Inputs of the pyramid operators: levels, and locations in them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# locations that must neither overflow, nor poison their neighbours, nor read outside
+# locations that must not overflow, spread to other samples, or cause out-of-bounds reads
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e7, -1e7, 0.0, 1.0, -0.125, 1.25, 2.0**31]
 
 _REAL = dict(B=1, C=128, H=8, W=8, Q=4, D=32, heads=4)
 _ODD = dict(B=1, C=17, H=5, W=7, Q=3, D=5, heads=3)
 _DEEP = dict(B=1, C=20, H=5, W=7, Q=3, D=200, heads=1)
-# as many cameras or heads and levels as models have, and so few anchors that their samples are cut into slices
+# as many cameras, heads and levels as models have, and so few anchors that their samples are split into slices
 MODEL = dict(B=1, C=32, H=16, W=24, Q=3, D=50, heads=8, cams=6, L=4)
-# what must compile without spills, on all architectures or one; `on_device`: with levels of which the host knows nothing
+# these must compile without spills, on one architecture or everywhere; `on_device`: with levels that only kernels can read
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=_REAL, dtype="float32", everywhere=True),
     dict(sizes=_REAL, dtype="bfloat16"),
@@ -30,8 +30,8 @@ def halves(H: int, W: int, L: int) -> tuple[tuple[int, int], ...]:
 
 
 def scattered(shape: tuple[int, ...], layout: str, g: torch.Generator) -> Tensor:
-    """Locations ``[…, 2]``. ``uniform``: a little beyond the image. ``inside``: nowhere else. ``one_pixel``: all in one place.
-    ``hostile``: uniform, mixed with numbers that are huge, non-finite or exactly on an edge."""
+    """Locations ``[…, 2]``. ``uniform``: in the image and a little around it. ``inside``: in the image. ``one_pixel``: all the
+    same. ``hostile``: uniform, mixed with numbers that are huge, non-finite or exactly on an edge."""
 
     def random() -> Tensor:
         return torch.rand(*shape, 2, device=g.device, generator=g)
@@ -47,6 +47,6 @@ def scattered(shape: tuple[int, ...], layout: str, g: torch.Generator) -> Tensor
 
 
 def exact(places: Tensor) -> Tensor:
-    """To the nearest odd multiple of 2⁻¹³: then float32 has pixel positions without rounding, whatever the level, and none of
-    them lies on an edge between pixels. A kernel can be held against float64."""
+    """Round to the nearest odd multiple of 2⁻¹³. Then pixel positions are exact in float32 at every level and never on an edge
+    between pixels, so that kernels can be compared with float64."""
     return ((places * 2**12).floor() + 0.5) / 2**12

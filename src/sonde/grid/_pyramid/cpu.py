@@ -1,8 +1,8 @@
-"""Weighted sums of samples of feature pyramids, and their derivatives.
+"""Passes for weighted sums of pyramid samples on CPUs, and their gradients.
 
-out[n, g, c] = Σ_{m,l} weights[n, m, l, g] · tap(level l of place m, locations[n, m])[g, c]: a unit n sums what it sees at its
-places m, in one or several levels each, with a weight for each group of channels. ``deformable_aggregation`` is that with anchors
-for units and cameras' views of points for places; ``ms_deform_attn`` with heads of queries, one group and one level of each place.
+out[n, g, c] = Σ_{m,l} weights[n, m, l, g] · tap(level l of place m, locations[n, m])[g, c]: a unit n sums samples at its places m,
+each in one or several levels, with a weight for each group of channels. In ``deformable_aggregation`` units are anchors, and a
+place is a point in one camera; in ``ms_deform_attn`` units are heads of queries, with one group, and one level per place.
 
 The kernels are in ``cpu_kernels``.
 """
@@ -27,11 +27,11 @@ from .._scatter.cpu_sums import BLOCK, LENGTH, spill_bytes
 from .cpu_kernels import per_channel, per_unit
 from .levels import ReadLevels
 
-LEVELS = 8  # of sixteen places, that kernels add up in one go
+LEVELS = 8  # most levels that kernels process at once
 
 
 class Problem(NamedTuple):
-    """How tensors are seen: features [B·S, heads·G·D], locations [B·Q·heads, M, 2], weights [B·Q·heads, M·L, G]."""
+    """Sizes of features [B·S, heads·G·D], locations [B·Q·heads, M, 2] and weights [B·Q·heads, M·L, G]."""
 
     B: int
     S: int
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
     D: int
     M: int
     L: int
-    near: int  # so many places in a row see the same levels
+    near: int  # number of consecutive places with the same levels
     drop: bool
     logits: bool
 
@@ -59,20 +59,20 @@ class Problem(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What is an operator's own among those on pyramids."""
+    """What one pyramid operator supplies."""
 
     names: tuple[str, str, str]  # of features, locations and weights, in a plan
-    problem: Callable[[Tensor, Tensor, bool], Problem]  # from features, weights and the option
+    problem: Callable[[Tensor, Tensor, bool], Problem]  # (features, weights, option) → problem
 
 
 def forward_pass(op: Member, *args: Any) -> ByThreads | ReadLevels:
-    """The pass from features, shapes and starts of the levels, locations, weights, levels as numbers, and an option."""
+    """The pass that takes features, shapes and starts of the levels, locations, weights, levels as numbers, and an option."""
     record = partial(_forward, op)
     return record(*args) if args[1] is None else ReadLevels(record, args, 1)
 
 
 def backward_pass(op: Member, *args: Any, needs: Sequence[bool]) -> ByThreads | ReadLevels:
-    """The pass from the result's gradient and the same to the gradients that are needed."""
+    """The pass that takes the gradient of the result and the arguments of the forward pass, and returns the needed gradients."""
     record = partial(_backward, op, needs=needs)
     return record(*args) if args[2] is None else ReadLevels(record, args, 2)
 
@@ -119,11 +119,11 @@ def _backward(
     return p.returns(*rounded)
 
 
-Part = tuple[int, int, int, int, int, int]  # levels, groups and channels of a group, from and to
+Part = tuple[int, int, int, int, int, int]  # ranges of levels, of groups and of channels of a group
 
 
 def _parts(p: Problem) -> list[Part]:
-    """Kernels add up levels, groups and channels of a group in one go; where those are many, some at a time, and the parts here."""
+    """Kernels process a limited number of levels, groups and channels at once; larger problems are split into these parts."""
     return [(*l, *g, *d) for l, g, d in product(_cuts(p.L, LEVELS), _cuts(p.G, BLOCK), _cuts(p.D, LENGTH))]  # noqa: E741
 
 
@@ -132,7 +132,7 @@ def _cuts(n: int, most: int) -> list[tuple[int, int]]:
 
 
 def _of_levels(p: Problem, levels: tuple[int, ...], low: int, high: int) -> tuple[Problem, tuple[int, ...]]:
-    """The problem with some of the levels, and what they are."""
+    """The problem with levels `low` to `high` only, and these levels."""
     if high - low == p.L:
         return p, levels
     some = np.array(levels, np.int64).reshape(-1, p.L, 3)[:, low:high].flatten().tolist()
@@ -143,7 +143,7 @@ def _add_parts(
     p: CpuPass, problem: Problem, parts: Sequence[Part], levels: tuple[int, ...], places: str, operands: Sequence[Tensor],
     needs: Sequence[bool], names: Sequence[str],
 ) -> list[str | None]:  # fmt: skip
-    """Sums of parts in float64; the softmax's derivative is linear, so that it, too, is a sum of parts."""
+    """Gradients as float64 sums over parts; this includes the gradient through the softmax, which is linear."""
     sums = [p.buffer("sums", x.shape, torch.float64, fill=0) if need else None for x, need in zip(operands, needs)]
     B, S, heads, G, D = problem.B, problem.S, problem.heads, problem.G, problem.D
     for part in parts:
@@ -167,7 +167,7 @@ def _add_to(shape: Sequence[int], place: tuple, total: Tensor, found: Tensor) ->
 
 
 class _Views:
-    """Operands of a part of a problem as kernels see them, and the steps over them."""
+    """The operands of one part of a problem in the kernels' form, and the steps that use them."""
 
     def __init__(
         self, p: CpuPass, problem: Problem, levels: tuple[int, ...], part: Part, whole: Problem, places: str
@@ -187,7 +187,7 @@ class _Views:
         self.features: str | None = None
 
     def rows(self) -> str:
-        """The slot of the features, with a row of zeros at the end for corners outside, where levels may have some there."""
+        """The slot of the features; if levels may have corners outside of them, with a row of zeros at the end."""
         p, problem, whole, (_, _, g0, g1, d0, d1) = self.p, self.problem, self.whole, self.part
         shape = whole.B, whole.S, whole.heads, whole.G, whole.D
         if self.features is not None:
@@ -208,7 +208,7 @@ class _Views:
         return self.features
 
     def see(self, **slots: str | None) -> list[Any]:
-        """Slots as kernels see them, by what they are; an empty array in place of what is not there."""
+        """Slots as arrays of the shape that their kind has in kernels; None becomes an empty array."""
         p = self.problem
         shapes = dict(
             rows=(1, (p.B * p.S + (self.spare >= 0)) * p.channels), places=(p.units, p.M * 2),
@@ -222,7 +222,7 @@ class _Views:
         p = self.problem
         given = self.see(rows=self.rows(), places=self.places, weights=self.weights, results=self.grad)
         found = self.see(results=results, places=d_places, weights=d_weights)
-        enough = max(1, 2**15 // max(1, p.M * p.L * p.G * p.D))  # units that are worth a thread
+        enough = max(1, 2**15 // max(1, p.M * p.L * p.G * p.D))  # the fewest units that are worth a thread
         args = *p.numbers, self.spare, self.table, self.sizes, *given, *found
         self.p.run(per_unit, p.units, args, grain=enough, writes=writes)
 
@@ -234,58 +234,53 @@ class _Views:
         given = self.see(places=self.places, weights=self.weights, results=self.grad)
         found = self.see(rows=self.rows() if reads else None, places=d_places, weights=d_weights)
         tasks = p.B * -(-p.heads // many) * pieces
-        enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # tasks that are worth a thread
+        enough = max(1, 2**15 // max(1, p.Q * p.M * p.L * many * width * LANES))  # the fewest tasks worth a thread
         args = *p.numbers, self.spare, many, width, self.table, self.sizes, *given, *found, *self.see(rows=d_rows)
         own = spill_bytes((p.S + 1) * many)
         self.p.run(per_channel, tasks, args, grain=enough, slices_per_thread=tasks, writes=writes, scratch=own)
 
     def gradients(self, shapes: Sequence[Sequence[int]], needs: Sequence[bool], names: Sequence[str]) -> list[str | None]:
-        """Of features, locations and weights, where needed; `names` are what is written by this, in a plan."""
+        """Gradients of features, locations and weights, if needed; `names` are their names in a plan."""
         p, problem = self.p, self.problem
         rest = [p.buffer("gradient", n, p.accumulator, fill=0) if need else None for n, need in zip(shapes[1:], needs[1:])]
         written = [name for name, need in zip(names, needs) if need]
         cut = _pieces(problem, p.threads)
-        at_once, of_features = _at_once(cut, needs), None
+        fused = needs[0] and any(needs[1:]) and cut[1] == 1  # all gradients in one step, if tasks have whole heads
+        d_features = None
         if needs[0]:
             n = problem.B * problem.S
-            of_features = p.buffer("d_features", (n + (self.spare >= 0), problem.channels), p.accumulator, fill=0)
-            places, weights = rest if at_once else (None, None)
-            writes = written if at_once else written[:1]
-            self.per_channel(cut, at_once, d_rows=of_features, d_places=places, d_weights=weights, writes=writes)
-            of_features = p.view("d_features", of_features, lambda x: x[:n].view(tuple(shapes[0])))
-        if any(needs[1:]) and not at_once:
+            d_features = p.buffer("d_features", (n + (self.spare >= 0), problem.channels), p.accumulator, fill=0)
+            places, weights = rest if fused else (None, None)
+            writes = written if fused else written[:1]
+            self.per_channel(cut, fused, d_rows=d_features, d_places=places, d_weights=weights, writes=writes)
+            d_features = p.view("d_features", d_features, lambda x: x[:n].view(tuple(shapes[0])))
+        if any(needs[1:]) and not fused:
             self.per_unit(d_places=rest[0], d_weights=rest[1], writes=written[needs[0] :])
-        return [of_features, *rest]
+        return [d_features, *rest]
 
 
 @lru_cache(64)
 def _pieces(p: Problem, threads: int) -> tuple[int, int, int]:
-    """How many heads of the features' gradient are one task's, into how many pieces they are cut, and blocks of lanes in a piece.
+    """How the gradient of features is split into tasks: heads per task, pieces of these heads, SIMD blocks per piece.
 
-    Several heads, as many as leave no thread without work, since those of a query look at the same pages; or a part of one, where
-    there are few. No bit depends on it.
+    A task has several heads if there are enough for all threads, since the heads of a query read the same pages, or a part of
+    one if there are few. The result does not depend on it.
     """
     blocks = p.G * -(-p.D // LANES)
     width = -(-blocks // max(1, min(-(-threads // max(1, p.B * p.heads)), blocks)))
 
-    def takes(many: int) -> int:  # heads that the last thread has done
+    def takes(many: int) -> int:  # heads of the busiest thread
         return -(-p.B * -(-p.heads // many) // threads) * many
 
     return min(range(p.heads, 0, -1), key=takes, default=1), -(-blocks // max(1, width)), width
 
 
-def _at_once(cut: tuple[int, int, int], needs: Sequence[bool]) -> bool:
-    """Whether the features' gradient comes with the others: where heads are not cut."""
-    return needs[0] and any(needs[1:]) and cut[1] == 1
-
-
 @lru_cache(64)
 def _table(p: Problem, levels: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of the L levels of each place until they repeat, (width, start) and (width, height) as real numbers, a row for each; and the
-    row of features that corners outside of them read.
+    """Levels for kernels: (width, start) as integers, (width, height) as floats, ``[2·L, places]`` each, and the spare row.
 
-    Places follow each other along the rows, which begin anew at the end so that all lanes can be loaded from everywhere.
-    Levels that nobody has checked may have corners outside. Then the features get one row of zeros more; else it is −1.
+    Columns are places, up to where their levels repeat; they wrap around at the end so that a SIMD load may start anywhere. The
+    spare row is a row of zeros after the features that corners outside of them read; −1 if all levels are inside.
     """
     table = np.repeat(np.array(levels, np.int64).reshape(-1 if levels else 0, p.L, 3), p.near, 0)
     along = np.pad(table, ((0, LANES - 1 if len(table) else 0), (0, 0), (0, 0)), "wrap").transpose(1, 2, 0)  # [L, 3, places]

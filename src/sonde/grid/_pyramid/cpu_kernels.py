@@ -1,6 +1,6 @@
-"""Kernels of ``cpu``: `per_unit` works unit by unit; `per_channel` owns channels of the features' gradient, so that sums
-have one order. Both go over the places of units in tiles: samples of a tile that see something are listed, sixteen places at a
-time, and while one tile is in work, the pixels of the next are sent for.
+"""Kernels of ``cpu``. A task of ``per_unit`` has some units, a task of ``per_channel`` some channels of the gradient of features,
+so that the order of sums is fixed. Both process the places of a unit in tiles: they list the samples of a tile that see a pixel,
+sixteen places at a time, and prefetch the pixels of the next tile while they process the current one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ...op.simd import (
 )
 from .._scatter.cpu_sums import COUNTED, FULL, add_spilled, block_full, clear, flush, hash16, new_spill
 
-TILE = 64  # samples of a unit in work at one time, or sixteen places in all their levels
-TILES = 32  # that are added up in the dtype of the operands, and such sums in float64
+TILE = 64  # samples per tile; more if sixteen places have more in all their levels
+TILES = 32  # so many tiles are summed in the dtype of the operands, and these sums in float64
 
 
 @jit
@@ -41,20 +41,20 @@ def per_unit(
     D,
     drop,
     logits,
-    spare,  # a row of zeros for corners outside the rows; negative where no level reaches there
-    levels,  # [L*2, places]: widths and starts, as `_table` has them
+    spare,  # a row of zeros for corners outside of the features; −1 if there are none
+    levels,  # [L*2, places]: widths and starts, from `_table`
     sizes,  # [L*2, places]: widths and heights
     features,  # [1, B*S*heads*G*D]
     locations,  # [N, M*2]
     weights,  # [N*M*L, G]
-    grad,  # [N, G*D]; empty where the results are wanted
-    out,  # [N, G*D]; a result that is empty is not wanted
+    grad,  # [N, G*D]; empty in the forward pass
+    out,  # [N, G*D]; results that are not needed are empty
     g_locations,  # [N, M*2]
     g_weights,  # [N*M*L, G]
 ):
     """The results of units `start` to `stop`, or the gradients of their locations and weights."""
     M, G, want_out = locations.shape[1] // 2, weights.shape[1], out.size > 0
-    each = M * (levels.shape[0] // 2)  # weights of a unit
+    each = M * (levels.shape[0] // 2)  # weights per unit
     step, tiles, room = _tiles(M, levels)
     samples = _scratch(room, features, not want_out)
     share = np.empty((each if logits else 0, 1), features.dtype)
@@ -62,8 +62,8 @@ def per_unit(
     row = np.zeros((G, -(-D // LANES) * LANES), features.dtype)
     whole = np.empty(G * D if tiles > TILES else 0, np.float64)
 
-    here, found = 0, 0  # `found` samples of the tile in work are listed from `here` on
-    for t in range(start * tiles, stop * tiles + 1):  # while tile t − 1 is in work, the pixels of tile t are sent for
+    here, found = 0, 0  # the current tile has `found` samples, listed from `here` on
+    for t in range(start * tiles, stop * tiles + 1):  # process tile t − 1 while prefetching the pixels of tile t
         n, m, there, coming = t // tiles, t % tiles * step, room - here, 0
         if n < stop:
             rows = n // (Q * heads) * S, S, heads * G * D, n % heads * G * D
@@ -79,10 +79,10 @@ def per_unit(
             _sum(found, coming, here, there, D, features, coef, own, samples, row)
         for i in range(0 if want_out else max(found, coming)):
             if i < coming:
-                _send(there + i, 0, G * D, samples, features)
+                _prefetch(there + i, 0, G * D, samples, features)
             if i < found:
                 _dots(here + i, n, n * each, D, features, coef, own, samples, row, g_locations, g_weights)
-        if n >= start and want_out:  # by tiles, lest a sum of thousands swallow the last digits of each
+        if n >= start and want_out:  # sum tile by tile: one long sum would lose digits
             if tiles > TILES:
                 _add_up((t - 1) % tiles, tiles, n, D, row, out, whole)
             else:
@@ -113,17 +113,17 @@ def per_channel(
     weights,  # [N*M*L, G]
     grad,  # [N, G*D]
     features,  # [1, B*S*heads*G*D]; empty if the next two are
-    g_locations,  # [N, M*2]; a result that is empty is not wanted
+    g_locations,  # [N, M*2]; empty if not needed
     g_weights,  # [N*M*L, G]
     g_features,  # [1, B*S*heads*G*D]
 ):
-    """Pieces `start` to `stop` of the features' gradient, each of `many` heads, of which it is `width` blocks of lanes.
+    """Pieces `start` to `stop` of the gradient of features; a piece is `width` SIMD blocks of each of `many` heads.
 
-    Over queries, samples and corners in this order always. Where pieces are all channels of their heads, the other gradients can be
-    had on the way, in the same bits as above.
+    The order of sums is always queries, samples, corners. If pieces have all channels of their heads, the other gradients are
+    computed on the way, with the same bits as in ``per_unit``.
     """
     M, G, more = locations.shape[1] // 2, weights.shape[1], features.size > 0
-    each = M * (levels.shape[0] // 2)  # weights of a unit
+    each = M * (levels.shape[0] // 2)  # weights per unit
     per_group = -(-D // LANES)
     cuts, pieces = -(-heads // many), -(-G * per_group // width)
     step, tiles, room = _tiles(M, levels)
@@ -131,18 +131,18 @@ def per_channel(
     share = np.empty((each if logits else 0, 1), g_features.dtype)
     coef = share if logits else weights
     row = np.zeros((G, per_group * LANES), g_features.dtype)
-    spill = new_spill((S + 1) * many, Q * each * many, 4, G * D)  # pixels of heads; one more for corners outside
+    spill = new_spill((S + 1) * many, Q * each * many, 4, G * D)  # pixels of each head, and one more for corners outside
 
     for task in range(start, stop):
         b, head, low = task // (cuts * pieces), task // pieces % cuts * many, task % pieces * width
         those, high = min(many, heads - head), min(low + width, G * per_group)
         groups = low // per_group, -(-high // per_group)
-        begin, size = groups[0] * D, (groups[1] - groups[0]) * D  # what is sent for: all of these groups
-        lowest = groups[0] * D + low % per_group * LANES  # and what is added to
+        begin, size = groups[0] * D, (groups[1] - groups[0]) * D  # channels that are prefetched: whole groups
+        lowest = groups[0] * D + low % per_group * LANES  # channels that are added to: up to `highest`
         highest = (groups[1] - 1) * D + min(D, ((high - 1) % per_group + 1) * LANES)
         clear(spill)
         here, found = 0, 0
-        for t in range(Q * those * tiles + 1):  # as above
+        for t in range(Q * those * tiles + 1):  # process tile t − 1 while prefetching the pixels of tile t
             unit, m, there, coming = t // tiles, t % tiles * step, room - here, 0
             n = (b * Q + unit // those) * heads + head + unit % those
             if t < Q * those * tiles:
@@ -158,14 +158,14 @@ def per_channel(
                     _copy(n, D, grad, row)
             for i in range(max(found, coming)):
                 if i < coming:
-                    _send(there + i, begin, size, samples, g_features)
+                    _prefetch(there + i, begin, size, samples, g_features)
                     if more:
-                        _send(there + i, begin, size, samples, features)
+                        _prefetch(there + i, begin, size, samples, features)
                 if i < found:
                     _scatter(here + i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_features)
                     if more:
                         _dots(here + i, n, n * each, D, features, coef, own, samples, row, g_locations, g_weights)
-            for i in range(here + hash16((n - b * Q * heads) * M + m), here + found, COUNTED):  # whatever the batch and the cut
+            for i in range(here + hash16((n - b * Q * heads) * M + m), here + found, COUNTED):  # alike in any batch
                 j, of_head = samples[0][i, 0], n % heads - head
                 if block_full(min(samples[1][j, 0] // (heads * G * D) - b * S, S) * many + of_head, FULL, spill):
                     _flush_cell(j, heads * G * D, b * S, S, many, of_head, lowest, highest, samples[1], g_features, spill)
@@ -177,7 +177,7 @@ def per_channel(
 
 @called_part
 def _flush_cell(j, channels, base, S, many, of_head, lowest, highest, corner, g_features, spill):
-    """End the block of the four pixels of sample j."""
+    """Flush the blocks of the four pixels of sample j."""
     for k in range(4):
         at = corner[j, k]
         flush(min(at // channels - base, S) * many + of_head, g_features, at + lowest, at + highest, spill)
@@ -185,7 +185,7 @@ def _flush_cell(j, channels, base, S, many, of_head, lowest, highest, corner, g_
 
 @called_part
 def _add_up(tile, tiles, n, D, row, out, whole):
-    """out[n] += row, TILES at a time, the sums of which are added up in `whole`."""
+    """out[n] += row; after every TILES tiles, that sum is added to the float64 sum `whole`."""
     for g in range(row.shape[0]):
         for k in range(D):
             out[n, g * D + k] = out[n, g * D + k] + row[g, k] if tile % TILES else row[g, k]
@@ -197,7 +197,7 @@ def _add_up(tile, tiles, n, D, row, out, whole):
 
 @part
 def _tiles(M, levels):
-    """Places of a tile, tiles of a unit, samples of a tile."""
+    """→ places per tile, tiles per unit, samples per tile."""
     L = max(1, levels.shape[0] // 2)
     step = max(1, TILE // LANES // L) * LANES
     return step, max(1, -(-M // step)), step * L
@@ -205,8 +205,8 @@ def _tiles(M, levels):
 
 @array_part
 def _scratch(room, like, slopes):
-    """What is known of the samples of two tiles: which of them see something, with the numbers of their weights and places; where
-    their corners begin, what those weigh, and how that changes along x and y if `slopes`; and which of sixteen see something."""
+    """Buffers for the samples of two tiles: the list of those that see a pixel (sample, weight, place); offsets of their corners;
+    weights of the corners; derivatives of these by x and y, if `slopes`; and which of sixteen see a pixel."""
     listed, corner, real = np.empty((2 * room, 3), np.int64), np.empty((2 * room, 4), np.int64), like.dtype
     weigh, sloping = np.empty((2 * room, 4), real), 2 * room if slopes else 0
     by_x, by_y = np.empty((sloping, 4), real), np.empty((sloping, 4), real)
@@ -215,10 +215,10 @@ def _scratch(room, like, slopes):
 
 @exact_part
 def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples):
-    """List the samples of a tile that see something, from `here` on: those of unit n's places from `first` on.
+    """List the samples of a tile that see a pixel, from `here` on; the tile has the places of unit n from `first` on.
 
-    `rows` are the first of its image, their number, their length and where in them the unit's channels begin. Returns how many
-    samples there are.
+    `rows` has the first row of the image, their number, their length, and the unit's first channel. Returns how many samples were
+    listed.
     """
     listed, corner, weigh, by_x, by_y, seen = samples
     base, S, channels, column = rows
@@ -257,9 +257,9 @@ def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples
 
 @exact_part
 def _axis(x, size):
-    """Along one axis: the lower corner, whether it is alone, what both weigh and the slopes of that by the location.
+    """Along one axis → the lower corner, whether there is only one, weights of both, and their derivatives by the location.
 
-    Where one corner is outside, the other takes both places, by halves.
+    If one corner is outside, the other stands for both, with half of its weight each.
     """
     below = floor(x)
     b = x - below
@@ -290,8 +290,8 @@ def _store_four(a, b, c, d, x, i):
 
 
 @part
-def _send(i, begin, size, samples, features):
-    """Send for the pixels of sample i: they are far apart in memory, and all work would wait for them."""
+def _prefetch(i, begin, size, samples, features):
+    """Prefetch the pixels of sample i, which are far apart in memory."""
     listed, corner, _, _, _, _ = samples
     j = listed[i, 0]
     for k in range(begin, begin + size, LANES):
@@ -310,14 +310,14 @@ def _copy(n, D, grad, row):
 
 @part
 def _sum(found, coming, here, there, D, features, coef, own, samples, row):
-    """row[g] = Σ_i coef[i, g]·tap_i[g] of the samples listed from `here` on, while those from `there` on are sent for."""
+    """row[g] = Σ_i coef[i, g]·tap_i[g] over the samples listed from `here` on, prefetching those from `there` on."""
     listed, zero = samples[0], spread(row.dtype.type(0))
     for g in range(row.shape[0]):
         for k in range(0, D, 2 * LANES):
             one, other, two, c, end = zero, zero, k + LANES < D, g * D + k, (g + 1) * D
             for i in range(max(found, coming)):
                 if i < coming:
-                    _send(there + i, c, 2 * LANES if two else LANES, samples, features)
+                    _prefetch(there + i, c, 2 * LANES if two else LANES, samples, features)
                 if i < found:
                     j, f = listed[here + i, 0], coef[own + listed[here + i, 1], g]
                     one = fma(f, _tap(j, c, end, features, samples), one)
@@ -330,7 +330,7 @@ def _sum(found, coming, here, there, D, features, coef, own, samples, row):
 
 @part
 def _tap(j, c, end, features, samples):
-    """Lanes of sample j from channel `c` on."""
+    """Sample j: LANES channels from `c` on."""
     _, corner, weigh, _, _, _ = samples
     c0, c1, c2, c3 = corner[j, 0], corner[j, 1], corner[j, 2], corner[j, 3]
     v = fma(weigh[j, 0], load(features, 0, c0 + c, c0 + end), spread(weigh.dtype.type(0)))
@@ -341,9 +341,9 @@ def _tap(j, c, end, features, samples):
 
 @exact_part
 def _dots(i, n, begin, D, features, coef, own, samples, row, g_locations, g_weights):
-    """What sample i adds to the gradients of its location and its weights, which are tap_i[g]·row[g].
+    """Add the gradients of sample i's location and weights; the latter are tap_i[g]·row[g].
 
-    Two kernels do this, in the same bits: so nothing is left for a compiler to put in another order.
+    An exact part, since two kernels must return the same bits: the compiler may not reorder sums.
     """
     listed, corner, weigh, by_x, by_y, _ = samples
     j, at = listed[i, 0], listed[i, 1]
@@ -378,7 +378,7 @@ def _scatter(i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_
         c0, c1, c2, c3 = corner[j, 0] + d, corner[j, 1] + d, corner[j, 2] + d, corner[j, 3] + d
         for k in range(begin, end, LANES):
             v = fma(f, load(grad, n, d + k, d + D), zero)
-            # two corners may be the same pixel, so one after the other
+            # one after the other, since two corners may be the same pixel
             store_some(fma(w0, v, load(g_features, 0, c0 + k, c0 + D)), g_features, 0, c0 + k, c0 + D)
             store_some(fma(w1, v, load(g_features, 0, c1 + k, c1 + D)), g_features, 0, c1 + k, c1 + D)
             store_some(fma(w2, v, load(g_features, 0, c2 + k, c2 + D)), g_features, 0, c2 + k, c2 + D)
@@ -387,7 +387,7 @@ def _scatter(i, n, low, high, groups, per_group, D, coef, own, samples, grad, g_
 
 @exact_part
 def _softmax(begin, logits, share):
-    """share = the softmax of the logits of a unit, which begin there."""
+    """share = softmax of a unit's logits, from `begin` on."""
     most, whole = logits.dtype.type(-np.inf), 0.0
     for i in range(share.shape[0]):
         most = max(most, logits[begin + i, 0])
@@ -400,7 +400,7 @@ def _softmax(begin, logits, share):
 
 @exact_part
 def _through_softmax(begin, share, g):
-    """From the gradient of the shares to that of the logits, where that is wanted."""
+    """Turn the gradient of the shares into that of the logits, if it is needed."""
     mean = 0.0
     for i in range(share.shape[0] if g.size else 0):
         mean += share[i, 0] * g[begin + i, 0]

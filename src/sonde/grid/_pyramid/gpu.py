@@ -1,4 +1,4 @@
-"""Passes over a feature pyramid, forward and backward, of whatever an operator says is its own.
+"""Forward and backward passes over a feature pyramid; each operator supplies its kernels as a ``Member``.
 
 Operands are ``features``, ``shapes`` and ``starts`` of the levels, ``locations`` and ``weights``; features, locations and weights
 have gradients.
@@ -30,24 +30,24 @@ Given = Mapping[str, Tensor | None]
 
 
 class Member(NamedTuple):
-    """What is an operator's own among those on pyramids."""
+    """What one pyramid operator supplies."""
 
     names: tuple[str, str, str]  # of features, locations and weights, in a plan
-    shape: Callable[..., tuple[int, ...]]  # of the result, from features and weights
-    problem: Callable[..., Any]  # of its kernels: from those, levels, layout, accumulator, option, and which gradients
-    segments: Callable[..., Segments]  # from the same but the last
+    shape: Callable[..., tuple[int, ...]]  # (features, weights) → shape of the result
+    problem: Callable[..., Any]  # (features, weights, levels, layout, accumulator, option, wanted gradients) → kernel problem
+    segments: Callable[..., Segments]  # the same without gradients → problem of the deterministic gradient
     value: Tunable
     gradients: Tunable
-    total: Tunable | None = None  # adds up the slices that the problem may have
-    mark: Tunable | None = None  # marks the rows of features that the gradients' kernel adds to, if those may be few
-    soft: bool = False  # the option means that weights are logits
+    total: Tunable | None = None  # adds up slices, if the problem has several
+    mark: Tunable | None = None  # marks the feature rows that get a gradient, if they may be few
+    soft: bool = False  # if the option is set, weights are logits
 
 
 def forward_pass(op: Member, *args: Any, int64: bool) -> Pass | ReadLevels:
-    """The pass from the operands, levels as numbers and an option to the result. Operands may have no values."""
+    """The pass that takes the operands, levels as numbers and an option. Operands may be meta tensors."""
     *operands, levels, option = args
     given = dict(zip(OPERANDS, operands))
-    if _elsewhere(given):
+    if _levels_on_host(given):
         return ReadLevels(partial(forward_pass, op, int64=int64), args, 1)
     features, locations, weights = _tensors(given)
     wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
@@ -66,16 +66,16 @@ def forward_pass(op: Member, *args: Any, int64: bool) -> Pass | ReadLevels:
 
 
 def backward_pass(op: Member, *args: Any, int64: bool, needs: Sequence[bool], deterministic: bool) -> Pass | ReadLevels:
-    """The pass from the result's gradient and the same to the gradients that are needed."""
+    """The pass that takes the gradient of the result and the arguments of the forward pass, and returns the needed gradients."""
     *operands, levels, option = args
     given = dict(zip(("grad", *OPERANDS), operands))
-    if _elsewhere(given):
+    if _levels_on_host(given):
         return ReadLevels(partial(backward_pass, op, int64=int64, needs=needs, deterministic=deterministic), args, 2)
     features, locations, weights = _tensors(given)
     wide, layout, known = accumulator(features, locations, weights), layout_of(features, int64), _levels(given, tuple(levels))
     p = Pass(features.device, wide, given)
     by_segments = deterministic and needs[0]
-    wants = [i for i, need in enumerate(needs) if need and not (by_segments and i == 0)]  # of the kernel
+    wants = [i for i, need in enumerate(needs) if need and not (by_segments and i == 0)]  # from ``op.gradients``
     found: list[str | None] = [None] * 3
     shapes, starts = _described(p, known)
     slots = dict(shapes=shapes, starts=starts, **{name: p.contiguous(name) or name for name in ("grad", "locations", "weights")})
@@ -134,8 +134,8 @@ def _add_softmax(p: Pass, slot: str, weights: Tensor) -> str:
     return p.call("torch.softmax", softmax, [slot], [("softmax", shape, wide)], promise=Determinism.RUN_TO_RUN)[0]
 
 
-def _elsewhere(given: Given) -> bool:
-    """Whether the host can read the levels: a CPU's tensors come beside a GPU's from traced graphs."""
+def _levels_on_host(given: Given) -> bool:
+    """Whether levels are CPU tensors beside GPU features, as in traced graphs."""
     features, shapes, starts = given["features"], given["shapes"], given["starts"]
     return shapes is not None and (shapes.device != features.device or starts.device != features.device)  # type: ignore[union-attr]
 
@@ -155,11 +155,11 @@ def _features(p: Pass, layout: Layout) -> str:
 
 
 def _described(p: Pass, levels: Levels) -> tuple[str, str]:
-    """Slots of what kernels read of the levels."""
+    """Slots of the level table, twice, or of the caller's shapes and starts."""
     if levels.table:
         find = LevelTable(levels.table, p.device)
         return (p.outside("levels", find.dtype, find),) * 2
     shapes, starts = p.contiguous("shapes"), p.contiguous("starts")
-    if shapes is None or starts is None:  # there are none
+    if shapes is None or starts is None:  # no levels
         return (p.buffer("levels", [0], torch.int32),) * 2
     return shapes, starts

@@ -1,4 +1,4 @@
-"""What a search holds the kernels of feature pyramids against: their references, a part of the queries at a time."""
+"""Expected results of the pyramid kernels, for tuning: their references, run on a few queries at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def host(table: bool, shapes: Tensor, starts: Tensor) -> tuple[int, ...]:
 
 
 def portions(queries: int, each: int) -> list[slice]:
-    """Of queries that take `each` so many numbers, so that the reference need not hold all their samples."""
+    """Slices of queries with `each` numbers per query, small enough for the memory of the reference."""
     step = max(1, (1 << 25) // max(1, each))
     return [slice(q, q + step) for q in range(0, queries, step)]
 
@@ -25,7 +25,7 @@ def gradients(
     reference: Callable, levels: tuple[int, ...], flag: bool, some: Sequence[slice], grad: Tensor, features: Tensor,
     locations: Tensor, weights: Tensor, results: Sequence[Tensor | None], wide: torch.dtype,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """What a kernel of gradients writes, by the position of its result."""
+    """Expected results of a gradient kernel, keyed by the position of the argument."""
     leaf = features.detach().to(wide).requires_grad_()
     d_features, others = torch.zeros_like(leaf, memory_format=torch.contiguous_format), []
     for q in some:

@@ -1,7 +1,7 @@
-"""Feature pyramids on GPUs: levels as kernels read them, and device code that finds a location in a level.
+"""Feature pyramids on GPUs: how kernels read levels, and device code that locates a sample in a level.
 
-The levels of a pyramid are described either by a table ``[levels, 3]`` of (height, width, first row), made of numbers that the
-host knows, or by two tensors of the caller's, ``[levels, 2]`` and ``[levels]``, that only kernels look into.
+Levels are described either by a table ``[levels, 3]`` of (height, width, first row), made of numbers that the host knows, or by
+the caller's tensors ``[levels, 2]`` and ``[levels]``, which only kernels read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...op.torch_private import is_fake
 
 
 class Levels(NamedTuple):
-    """How a kernel is told of the levels."""
+    """How levels are passed to a kernel."""
 
     number: int
-    table: tuple[int, ...]  # what the host knows; empty where tensors say it
-    mask: bool  # nobody has checked that they lie within the rows
+    table: tuple[int, ...]  # (h, w, start) of each; empty if they are tensors
+    mask: bool  # unchecked: kernels must mask reads outside of the rows
 
     @property
     def constants(self) -> tuple[bool, bool]:
@@ -32,19 +32,19 @@ class Levels(NamedTuple):
 
 
 def levels_of(number: int, levels: tuple[int, ...], rows: int) -> Levels:
-    """`number` levels of so many rows; numbers that came past the checks are trusted only as far as they fit."""
+    """Levels of features with so many rows; numbers are checked again, since not every caller comes through the public API."""
     sizes = zip(levels[::3], levels[1::3], levels[2::3])
     return Levels(number, levels, not levels or not all(0 <= start <= rows - h * w for h, w, start in sizes))
 
 
 class Layout(NamedTuple):
-    """Where the rows of ``[B, S, …]`` are, channels being neighbours."""
+    """Strides of the rows of ``[B, S, …]``, with contiguous channels."""
 
-    copy: bool  # they are not as they come
-    row: int
-    batch: int
-    vector: int  # of which the latter is a multiple; one where an image's first number is not at an even place
-    int64: bool  # offsets within an image do not fit into 32 bits, nor do those of its gradient
+    copy: bool  # the features must be copied first
+    row: int  # stride
+    batch: int  # stride
+    vector: int  # a power of two that divides `batch`; 1 if the data pointer is not aligned to two elements
+    int64: bool  # offsets within an image or its gradient need 64 bits
 
 
 def layout_of(features: Tensor, force_int64: bool) -> Layout:
@@ -66,14 +66,14 @@ def layout_of(features: Tensor, force_int64: bool) -> Layout:
 class Table(NamedTuple):
     tensor: Tensor  # [levels, 3]
     stream: int
-    event: Any  # behind the launches that write it; None when they are over
+    event: Any  # recorded after the launches that write it; None once they have finished
 
 
-_tables: dict[tuple, Table] = {}  # never emptied: a captured graph may hold the address
+_tables: dict[tuple, Table] = {}  # never evicted: a captured graph may hold the address
 
 
 class LevelTable:
-    """Finds the table of levels on a device; once that is written for good, asks nobody."""
+    """Returns the level table on a device; once the table is complete, without any lookup."""
 
     def __init__(self, levels: tuple[int, ...], device: torch.device) -> None:
         self.levels, self.device = levels, device
@@ -94,14 +94,17 @@ def _dtype(levels: tuple[int, ...]) -> torch.dtype:
 
 
 def table_of(levels: tuple[int, ...], device: torch.device) -> Table:
-    """Without a copy from the host: a kernel stores its arguments. What is made while a graph is captured belongs to the graph."""
+    """The cached level table. A kernel writes it from its arguments, which needs no copy from the host.
+
+    A table that is made during a graph capture belongs to the graph and is not cached.
+    """
     found = _tables.get((levels, device))
     if device.type != "cuda":
         return found or _kept(levels, device, Table(_write(levels, device), 0, None))
     if found is not None and found.event is None:
         return found
     stream = torch.cuda.current_stream().cuda_stream
-    if torch.cuda.is_current_stream_capturing():  # when events must not be asked
+    if torch.cuda.is_current_stream_capturing():  # events cannot be queried now
         return Table(_write(levels, device), stream, ())
     if found is None:
         found = Table(_write(levels, device), stream, torch.cuda.Event())
@@ -141,7 +144,7 @@ def _level(
 
 @triton.jit
 def level(shapes, starts, i, TABLE: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
-    """Height, width and first row of level `i`; one too large to count its pixels has none."""
+    """Height, width and first row of level `i`; with MASK, a level with absurd sizes is empty."""
     if TABLE:
         H, W, start = tl.load(shapes + 3 * i), tl.load(shapes + 3 * i + 1), tl.load(shapes + 3 * i + 2)
     else:
@@ -157,7 +160,7 @@ def level(shapes, starts, i, TABLE: tl.constexpr, MASK: tl.constexpr, OFFSET: tl
 
 @triton.jit
 def fetch_location(locations, i, here, ACC: tl.constexpr):
-    """The coordinates (v, u) of locations, of which u and v are neighbours in memory; outside of everything if not `here`."""
+    """Load (v, u) of locations, stored as (u, v); masked ones are outside of every level."""
     u = tl.load(locations + 2 * i, mask=here, other=-1.0).to(ACC)
     v = tl.load(locations + 2 * i + 1, mask=here, other=-1.0).to(ACC)
     return v, u
@@ -165,11 +168,10 @@ def fetch_location(locations, i, here, ACC: tl.constexpr):
 
 @triton.jit
 def along(u, N, OFFSET: tl.constexpr):
-    """A coordinate in [0, 1] on an axis of N pixels → its first pixel, its place in the cell, whether that pixel and the next are.
+    """A coordinate in [0, 1] on an axis of N pixels → first pixel, position in the cell, whether that pixel and the next exist.
 
-    Each operation is rounded, as the reference does it. The minimum turns NaN and what is huge into something that is merely
-    outside. It also keeps the product apart from the subtraction: fused, they would round once instead of twice, and the last
-    bit decides on which side of a pixel's edge a sample lies.
+    Every operation is rounded, as in the reference. The minimum makes NaN and huge values merely outside, and prevents an FMA,
+    which would round once instead of twice: the last bit decides on which side of a pixel's edge a sample lies.
     """
     size = N.to(u.dtype)
     x = tl.maximum(tl.minimum(u * size, 2 * size + 2) - 0.5, -2)
@@ -189,7 +191,7 @@ def below(i, n):
 
 @triton.jit
 def inside(v, u):
-    """Whether a sample is kept where those outside the image are dropped."""
+    """Whether a sample is inside the image, for ``outside="drop"``."""
     return (u > 0) & (u < 1) & (v > 0) & (v < 1)
 
 
@@ -203,7 +205,7 @@ def sees(v, u, H, W, OFFSET: tl.constexpr):
 
 @triton.jit
 def locate(v, u, here, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
-    """→ the row of the first corner of each sample's cell, its place (fy, fx) in it, which corners there are, whether any is."""
+    """→ the row of the first corner of each sample's cell, position (fy, fx) in the cell, masks of the corners, any corner."""
     y, fy, top, bottom = along(v, H, OFFSET)
     x, fx, left, right = along(u, W, OFFSET)
     row = start + y * W + x
@@ -217,7 +219,7 @@ def locate(v, u, here, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OF
 
 @triton.jit
 def within(k00, k01, k10, k11, row, W, S, ROW: tl.constexpr):
-    """Which corners lie within the rows, too, and are not so far from the first that offsets would wrap: rows are ROW apart."""
+    """Mask corners outside of the rows, and those so far from the first that offsets (rows are ROW apart) would overflow."""
     FAR: tl.constexpr = 2**63 - 1 if row.dtype == tl.int64 else 2**31 // (ROW if ROW > 0 else 1)
     k10, k11 = k10 & (W < FAR), k11 & (W < FAR)
     return k00 & below(row, S), k01 & below(row + 1, S), k10 & below(row + W, S), k11 & below(row + W + 1, S)
@@ -225,19 +227,19 @@ def within(k00, k01, k10, k11, row, W, S, ROW: tl.constexpr):
 
 @triton.jit
 def shares(fy, fx):
-    """What each corner contributes."""
+    """The bilinear weights of the four corners."""
     return (1 - fy) * (1 - fx), (1 - fy) * fx, fy * (1 - fx), fy * fx
 
 
 @triton.jit
 def slopes(d00, d01, d10, d11, fy, fx):
-    """Derivatives by y and x of what is interpolated between four numbers."""
+    """Derivatives by y and x of the bilinear interpolation of four values."""
     return (1 - fx) * (d10 - d00) + fx * (d11 - d01), (1 - fy) * (d01 - d00) + fy * (d11 - d10)
 
 
 @triton.jit
 def scatter(p, value, s00, s01, s10, s11, k00, k01, k10, k11, in_c, W, STRIDE: tl.constexpr):
-    """Add to each corner its share of `value`; `p` points to the first corner."""
+    """Add `value` times its weight to each corner; `p` points to the first one."""
     tl.atomic_add(p, s00 * value, mask=k00 & in_c, sem="relaxed")
     tl.atomic_add(p + STRIDE, s01 * value, mask=k01 & in_c, sem="relaxed")
     tl.atomic_add(p + W * STRIDE, s10 * value, mask=k10 & in_c, sem="relaxed")
@@ -246,12 +248,12 @@ def scatter(p, value, s00, s01, s10, s11, k00, k01, k10, k11, in_c, W, STRIDE: t
 
 @triton.jit
 def put(p, x, mask):
-    """Store in the dtype of what `p` points to."""
+    """Store, rounded to the dtype that `p` points to."""
     tl.store(p, x.to(p.dtype.element_ty), mask=mask)
 
 
 def block_of(channels: int) -> int:
-    """Channels of a tile: 32 are eight threads with one access each; fewer where too many of those would be idle."""
+    """Channels per tile: 32 (eight threads, one vector access each), or fewer if too many threads would idle."""
     if channels <= 8:
         return power_of_2(channels)
     return min((32, 16, 8), key=lambda width: (max(1.25 * channels, cdiv(channels, width) * width), -width))

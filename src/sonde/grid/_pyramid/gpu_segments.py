@@ -1,7 +1,7 @@
-"""The gradient of a pyramid's rows in a fixed order of additions: samples sorted by cell, as ``_scatter.segments`` has it.
+"""The deterministic gradient of pyramid rows: samples are sorted by cell, then summed in a fixed order by ``_scatter.segments``.
 
-Both operators are told alike: N samples for each row of the result's gradient, POINTS in a row of which are in one level and
-REPEAT in a row of which share a location. Every level has its own cells, one more than pixels along each axis.
+Both operators use the same description: N samples per row of the result's gradient; POINTS consecutive samples are in the same
+level, REPEAT consecutive samples share a location. Every level has its own cells, one more than pixels along each axis.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .._device.long_sums import compensated, two_sum, zeros
 from .._scatter.segments import BLOCK, BLOCK_PIXELS, add_segments, bytes_at_most, first_samples, next_samples, pieces, put_sums
 from .gpu_levels import Levels, along, block_of, fetch_location, inside, level, put, shares
 
-TILES = 4  # tiles of channels whose sums one program keeps in registers
-BLOCK_N = 4  # samples of a piece that are in flight together
-ROOM = 1 << 26  # bytes that the workspace may always take; more only where the rows are larger than that
+TILES = 4  # channel tiles whose sums one program keeps in registers
+BLOCK_N = 4  # samples that a program processes at once
+WORKSPACE = 1 << 26  # bytes that the workspace may always use; more only if the rows themselves are larger
 
 
 class Problem(NamedTuple):
     B: int
-    S: int  # rows of an image, each of all heads
+    S: int  # rows per image; a row has all heads
     Q: int
     heads: int
-    C: int  # channels of a head
-    G: int  # groups of channels, each with weights of its own
-    N: int  # samples of a query's head
+    C: int  # channels per head
+    G: int  # groups of channels, each with its own weights
+    N: int  # samples per query and head
     points: int
     repeat: int
     levels: Levels
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Of a head's image; where nobody has checked the levels, as many as disjoint ones can have."""
+        """Cells per image and head; for unchecked levels, an upper bound for any that do not overlap."""
         if not self.levels.table or self.levels.mask:
             return 4 * self.S + self.levels.number
         sizes = zip(self.levels.table[::3], self.levels.table[1::3])
@@ -59,12 +59,12 @@ class Problem(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Channels that are worked on at a time."""
+        """Channels that are processed at a time."""
         return min(TILES, self.tiles) * self.block_c
 
 
 def add_rows_gradient(p: Pass, n: Problem, slots: Mapping[str, str], out: str, writes: Sequence[str]) -> None:
-    """Steps that write the gradient of the rows into `out` ``[B, S, heads, C]``, every element of it, some images at a time."""
+    """Steps that write the gradient of the rows into all of `out` ``[B, S, heads, C]``, a few images at a time."""
     if not n.B * n.Q * n.heads * n.N * n.C * n.S:
         p.call("torch.zero_", Tensor.zero_, [out], writes=writes, promise=Determinism.RUN_TO_RUN)
         return
@@ -80,8 +80,8 @@ def add_rows_gradient(p: Pass, n: Problem, slots: Mapping[str, str], out: str, w
 
 
 def batch_chunk(n: Problem) -> int:
-    """Images that are worked on at a time, so that the workspace stays within its room."""
-    room = max(ROOM, n.B * n.S * n.heads * n.C * n.wide.itemsize)
+    """Images that are processed at a time, limited by the workspace."""
+    room = max(WORKSPACE, n.B * n.S * n.heads * n.C * n.wide.itemsize)
     N, last = n.B * n.Q * n.heads * n.N, n.B * n.heads * n.cells
     needed = bytes_at_most(N, last, pieces(N, last) * 4 * n.tile * n.wide.itemsize)
     return max(1, min(n.B, room * n.B // max(1, needed)))
@@ -97,9 +97,9 @@ def _add_some(p: Pass, n: Problem, table: str, slots: Mapping[str, str], writes:
     of = add_segments(p, keys, N, last)
     P = pieces(N, last)
     sums = p.buffer("sums", [P, 4, n.tile], n.wide)
-    each = cdiv(n.C // n.G, n.block_c)  # tiles of a group
+    each = cdiv(n.C // n.G, n.block_c)  # tiles per group
     pixels = max(1, BLOCK_PIXELS * 32 // n.block_c)
-    warps = 8 if n.block_c == 32 else 4  # of the gather: with fewer, or with more, it spills registers on sm_89 or sm_90
+    warps = 8 if n.block_c == 32 else 4  # of ``_row_sums``: with fewer or more it spills registers on sm_89 or sm_90
     at_once = n.tile // n.block_c
     for t0 in range(0, n.tiles, at_once):
         takes = [slots["locations"], slots["weights"], slots["grad"], table, of.order, of.first, of.begin, sums]
@@ -116,7 +116,7 @@ def _add_some(p: Pass, n: Problem, table: str, slots: Mapping[str, str], writes:
 def _cells(
     shapes,
     starts,
-    table,  # [LEVELS, 4]: height, width, first row, first cell; the cell is −1 where there is no room for a level
+    table,  # [LEVELS, 4]: height, width, first row, first cell; the cell is −1 if a level is empty or exceeds MOST cells in all
     LEVELS,
     MOST,
     TABLE: tl.constexpr,
@@ -175,28 +175,28 @@ def _location_sums(
     weights,  # [samples, G]
     grad,  # [samples / N, C]
     table,  # [LEVELS, 4]
-    order,  # [samples], which sample
+    order,  # [samples], indices of the sorted samples
     first,  # [P + 1]
     begin,  # [cells + 1]
     sums,  # [P, 4, TILES·BLOCK_C]
     N,
     LAST,
-    TILE0,  # the first of TILES tiles
+    TILE0,  # the first tile
     POINTS: tl.constexpr,
     REPEAT: tl.constexpr,
     LEVELS: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
-    EACH: tl.constexpr,  # tiles of a group
+    EACH: tl.constexpr,  # tiles per group
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
 ):
     p = tl.program_id(0).to(tl.int64)
-    if p < tl.load(begin + LAST):  # the samples behind it see no pixel
+    if p < tl.load(begin + LAST):  # the samples after that see no pixel
         start, stop = tl.load(first + p), tl.load(first + p + 1)
-        totals = zeros(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # of each tile, the sums of its four corners
+        totals = zeros(tl.zeros([BLOCK_N, BLOCK_C], ACC), 4 * TILES)  # sums of the four corners, for each tile
         i, next_in, next_sample = first_samples(order, start, stop, BLOCK_N)
         for _ in range(start, stop, BLOCK_N):
             sample, in_i = next_sample, next_in
@@ -225,8 +225,8 @@ def _row_sums(
     sums,  # [P, 4, TILE]
     table,  # [LEVELS, 4]
     begin,  # [cells + 1]
-    end,
-    out,  # [B, S, h, C]
+    end,  # [cells + 1]
+    out,  # [B, S, HEADS, C]
     S,
     HEADS,
     CELLS,
@@ -240,7 +240,7 @@ def _row_sums(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Every row from the pieces around its pixel, in each of the levels that have it."""
+    """Sum all pieces around the pixel of each row, in every level that contains the row."""
     blocks = tl.cdiv(S, BLOCK_P)
     image = tl.program_id(0) // blocks  # of a head
     row = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -1,4 +1,4 @@
-"""Feature pyramids stored row after row: what a caller may say of their levels, checked."""
+"""Descriptions of the levels of a feature pyramid: conversion and checks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...op.plan import Kernel
 from ...op.torch_private import is_fake, is_wrapped
 
 INTEGERS = (torch.int64, torch.int32)
-LARGEST = 2**31 - 1  # sizes of a level, so that kernels may compute with them
+LARGEST = 2**31 - 1  # largest height and width, so that kernels do not overflow
 Described = tuple[Tensor | None, Tensor | None, Sequence[int]]  # tensors, or (h, w, start) of each level
 
 
 class Names(NamedTuple):
-    """What the caller knows them by."""
+    """Argument names for error messages."""
 
     shapes: str = "spatial_shapes"
     starts: str = "level_starts"
-    counts: str = "weights"  # says how many levels there are
+    counts: str = "weights"  # the argument that gives the number of levels
 
 
 OF_OPERATORS = Names()
@@ -36,15 +36,15 @@ _known: CallCache[Described] = CallCache()
 def described(
     name: str, spatial_shapes: Any, level_starts: Any, dims: str, sizes: Sequence[int] | None, names: Names = OF_OPERATORS
 ) -> Described:
-    """The levels as an operator's schema has them: numbers where the host knows them, else tensors that nobody here looks into.
+    """The levels in the form of an operator's schema: numbers if the host knows them, otherwise tensors that are not read here.
 
-    `dims` are the dimensions of the levels, ``"cams L"`` or ``"L"``, and `sizes` says how many there are, as the weights have it.
+    `dims` names the dimensions of the levels, ``"cams L"`` or ``"L"``; `sizes` has their sizes, taken from the weights.
     """
-    try:  # bytes tell 1 from 1.0
+    try:  # bytes, because 1 == 1.0
         key = None if torch.compiler.is_compiling() else (dims, sizes, marshal.dumps((spatial_shapes, level_starts), 2))
-        if sizes and False in [type(n) is int for n in sizes]:  # something of a trace
+        if sizes and False in [type(n) is int for n in sizes]:  # symbolic sizes of a trace
             key = None
-    except ValueError:  # something else than numbers
+    except ValueError:  # not plain numbers
         key = None
     found = _known.get(key)
     if found is not None:
@@ -78,7 +78,7 @@ def check(
     counts: Sequence[int],
     names: Names = OF_OPERATORS,
 ) -> None:
-    """Levels must fit the rows of `features`, which the caller knows as `argument`; of tensors only their kinds can be checked."""
+    """Check that levels fit the rows of `features`, called `argument` in errors; of tensors, only shape, dtype and device."""
     spatial_shapes, level_starts, levels = described
     rows = features.shape[1]
     if spatial_shapes is not None or level_starts is not None:
@@ -117,7 +117,7 @@ def check(
 
 
 def check_maps(name: str, **groups: Any) -> None:
-    """Maps ``[B, cams, C, H, W]``, one for each level, of one group of cameras or of several, each under its name."""
+    """Check maps ``[B, cams, C, H, W]``, one per level, of one or several groups of cameras, given as argument name = maps."""
     for argument, maps in groups.items():
         if not isinstance(maps, (list, tuple)) or not maps:
             raise TypeError(
@@ -125,7 +125,7 @@ def check_maps(name: str, **groups: Any) -> None:
             )
     operands: dict[str, tuple[Any, str]] = {}
     for g, (argument, maps) in enumerate(groups.items()):
-        own = "" if len(groups) == 1 else f"{g}_"  # a group has cameras and sizes of its own
+        own = "" if len(groups) == 1 else f"{g}_"  # numbers of cameras and sizes may differ between groups
         operands.update({f"{argument}[{i}]": (x, f"B cams{own[:-1]} C H{own}{i} W{own}{i}") for i, x in enumerate(maps)})
     checks.shapes(name, **operands)
     (first, (like, _)), *others = operands.items()
@@ -146,16 +146,16 @@ def feature_maps_format(name: str, maps: Any, argument: str = "maps") -> tuple[T
     shapes = tuple((x.shape[3], x.shape[4]) for x in maps)
     starts, start = [], 0
     for _ in range(maps[0].shape[1]):
-        of_camera = []
+        camera = []
         for h, w in shapes:
-            of_camera.append(start)
+            camera.append(start)
             start += h * w
-        starts.append(tuple(of_camera))
+        starts.append(tuple(camera))
     return features, (shapes,) * len(starts), tuple(starts)
 
 
 def numbers(described: Described) -> Sequence[int]:
-    """(h, w, start) of each level, on the host, from tensors too if they are there; nobody has checked those."""
+    """(h, w, start) of each level, on the host; read from tensors, unchecked, if levels are tensors."""
     spatial_shapes, level_starts, levels = described
     if spatial_shapes is None or level_starts is None:
         return levels
@@ -163,10 +163,10 @@ def numbers(described: Described) -> Sequence[int]:
 
 
 class ReadLevels:
-    """A pass over levels that tensors on the host describe, as traced graphs have them: they are read by each call.
+    """A pass whose levels are tensors on the host, as in traced graphs: each call reads them.
 
-    `record` makes the pass of arguments whose levels are numbers: ``(…, shapes, starts, …, levels, option)``, shapes and starts
-    being None. `at` is where shapes are.
+    `record` makes the pass once levels are numbers, from arguments ``(…, None, None, …, levels, option)``; the two None are
+    shapes and starts, at position `at`.
     """
 
     def __init__(self, record: Callable[..., Any], args: Sequence[Any], at: int) -> None:
@@ -174,7 +174,7 @@ class ReadLevels:
 
     def bind(self) -> Callable[..., Any]:
         known: CallCache[Callable] = CallCache()
-        record, at = self.record, self.at  # not self, which has the first arguments
+        record, at = self.record, self.at  # not self, which would keep the first call's tensors alive
 
         def run(*args: Any) -> Any:
             levels = tuple(numbers((args[at], args[at + 1], ())))
@@ -195,7 +195,7 @@ def _with_numbers(args: Sequence[Any], at: int, levels: tuple[int, ...]) -> tupl
 
 
 def _on_host(x: Any) -> bool:
-    """Whether its numbers can be had without waiting for a device or breaking a graph."""
+    """Whether values can be read without a device sync or a graph break."""
     if not isinstance(x, Tensor):
         return True
     if torch.compiler.is_compiling() or x.device.type != "cpu":
@@ -204,7 +204,7 @@ def _on_host(x: Any) -> bool:
 
 
 def listed(name: str, argument: str, x: Any) -> Any:
-    """Integers of Python, if `x` is a tensor of them."""
+    """`x` as nested lists, if it is an integer tensor."""
     if not isinstance(x, Tensor):
         return x
     _integer(name, argument, x)
@@ -212,7 +212,7 @@ def listed(name: str, argument: str, x: Any) -> Any:
 
 
 def _read(name: str, spatial_shapes: Any, level_starts: Any, dims: str, names: Names) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many levels there are, and (h, w, start) of each."""
+    """The shape of the levels, and (h, w, start) of each."""
     shape, sizes = _integers(name, names.shapes, spatial_shapes, f"{dims} 2")
     h, w = sizes[::2], sizes[1::2]
     if level_starts is None:
@@ -228,7 +228,7 @@ def _read(name: str, spatial_shapes: Any, level_starts: Any, dims: str, names: N
 
 
 def _integers(name: str, argument: str, value: Any, pattern: str) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of nested sequences, or of what was a tensor, and the integers in them."""
+    """The shape of nested sequences of integers, and the integers, flat."""
     letters = pattern.split()
     kind = f"{name}: {argument} must be integers [{', '.join(letters)}], in nested tuples or an int64 tensor"
     sizes, numbers = [], [value]

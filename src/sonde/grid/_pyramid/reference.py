@@ -1,4 +1,4 @@
-"""How the definitions read a feature pyramid, in plain PyTorch."""
+"""Reading a feature pyramid in plain PyTorch, for the definitions of the operators."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def tensors(described: Described, shape: Sequence[int], device: torch.device) ->
 def taps(
     rows: Tensor, locations: Tensor, levels: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, drop: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, S, C]`` at `locations` ``[N, …, 2]`` in the levels beside them → values ``[N, …, C]`` and whether each is there.
+    """Rows ``[N, S, C]`` sampled at `locations` ``[N, …, 2]`` in `levels` → values ``[N, …, C]``, and whether each sees a pixel.
 
-    A corner outside its level, or outside the rows, reads a row of zeros that is appended to them, so nothing is ever multiplied
-    by zero to make it vanish, and a gradient that belongs to no pixel goes nowhere. Nor does a gradient meet that row on its way to
-    the locations, since infinity times zero is NaN.
+    A corner outside its level or the rows reads an appended row of zeros: no masking by multiplication, and its gradient goes to
+    that row. It is also masked out of the gradient of the locations, since inf · 0 is NaN.
     """
     (N, S, C), (H, W, start) = rows.shape, levels
     u, v = locations.to(dtype).unbind(-1)

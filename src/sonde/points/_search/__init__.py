@@ -1,1 +1,1 @@
-"""The search among points that all operators of the family share."""
+"""The point search shared by all operators of the family."""

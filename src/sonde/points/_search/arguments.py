@@ -1,4 +1,4 @@
-"""What the operators of the family share on the host: arguments in their canonical form, and which algorithm runs."""
+"""Host code shared by the operators of the family: canonical arguments, checks, and the choice of algorithm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 
-FEW = 64  # points of which each pass on a CPU makes a tree of its own
-PAIRS, MANY = 5 * 10**7, 8192  # pairs, and points, up to which a GPU compares all queries with all points
+FEW = 64  # up to so many points, each pass on a CPU builds its own tree
+PAIRS, MANY = 5 * 10**7, 8192  # up to so many pairs and points, a GPU compares all queries with all points
 
 INDEX = "Tensor? order, Tensor? sorted, Tensor? boxes, Tensor? qorder, Tensor? qsorted, Tensor? qboxes"
 OFFSETS = "Tensor? query_offsets, Tensor? point_offsets"
@@ -24,51 +24,51 @@ TILES = ("order", "sorted", "boxes", "qorder", "qsorted", "qboxes")
 
 
 def named(queries: Tensor, points: Tensor, features: Tensor | None, *search: Tensor | None, **more: Any) -> dict[str, Any]:
-    """A schema's tensors by name, in its order; `search` are the indexes of both sides and the offsets of ragged batches."""
-    of_features = {} if features is None else {"features": features}
-    return dict(queries=queries, points=points, **of_features, **dict(zip((*TILES, *UNBATCHED), search, strict=True)), **more)
+    """A schema's tensors by name, in its order; `search` is the index of points, that of queries, and the ragged offsets."""
+    optional = {} if features is None else {"features": features}
+    return dict(queries=queries, points=points, **optional, **dict(zip((*TILES, *UNBATCHED), search, strict=True)), **more)
 
 
 def tiled(impl: str, M: int, N: int) -> bool:
-    """Whether a search goes by boxes of sorted points: a matter of sizes alone, so that an index changes no bit."""
+    """Whether a search uses boxes of sorted points. It depends only on sizes, so that passing an index changes no bit."""
     if impl == "numba":
         return N > FEW
     return impl == "triton" and (N > MANY or M * N > PAIRS)
 
 
 class Search(NamedTuple):
-    """A call as the registered operators take it: ``[B, M, D]``, ``[B, N, D]``, ``[B, N, F]``."""
+    """A call in the form of the registered operators: ``[B, M, D]``, ``[B, N, D]``, ``[B, N, F]``."""
 
     queries: Tensor
     points: Tensor
     features: Tensor | None
-    tiles: tuple[Tensor | None, ...]  # the index of the points, and that of the queries
-    made: tuple[Tensor | None, ...]  # those of them that no caller gave
+    tiles: tuple[Tensor | None, ...]  # the index of points, then that of queries
+    made: tuple[Tensor | None, ...]  # those of `tiles` that were built for this call
     offsets: tuple[Tensor | None, Tensor | None]
     batched: bool
     impl: str
-    fresh: Tensor | None = None  # [B], whether the index is that of the points, if nobody could look
+    fresh: Tensor | None = None  # [B], whether the index matches the points, if the host could not check
 
     def operands(self) -> tuple:
-        """As the schemas have them first."""
+        """The tensors that every schema begins with."""
         given = (self.queries, self.points) if self.features is None else (self.queries, self.points, self.features)
         return (*given, *self.tiles, *self.offsets)
 
     def call(self, operator: Callable, *args: Any, keeps: bool = False) -> Any:
-        """A registered operator's results; `keeps`: its backward pass needs the index."""
+        """Call a registered operator; `keeps` says that its backward pass needs the index."""
         out = operator(*args, impl=self.impl)
         plan.hold(*self.made, backward=keeps)
         return out
 
     def rows(self, x: Tensor) -> Tensor:
-        """A result as the caller's arguments have it."""
+        """A result in the shape that the caller expects: without B if the arguments had none."""
         if self.fresh is not None:
-            x = sound(x, self.fresh.view(-1, *(1,) * (x.ndim - 1)))
+            x = unless_stale(x, self.fresh.view(-1, *(1,) * (x.ndim - 1)))
         return x if self.batched else x.squeeze(0)
 
 
-def sound(x: Tensor, fresh: Tensor) -> Tensor:
-    """A result where the index is `fresh`; elsewhere −1, or NaN, which its gradients are, too."""
+def unless_stale(x: Tensor, fresh: Tensor) -> Tensor:
+    """`x` where the index is `fresh`; elsewhere −1, or NaN with NaN gradients."""
     if not x.is_floating_point():
         return torch.where(fresh, x, -1)
     return x * torch.where(fresh, 1.0, torch.nan).to(x.dtype)
@@ -87,7 +87,7 @@ def prepare(
     aggregates: bool = False,
     waits: bool = False,
 ) -> Search:
-    """Check a public call and bring it into the form of the registered operators, with what the algorithm needs sorted."""
+    """Check a public call and bring it into the form of the registered operators; builds the indexes that the search needs."""
     operands = {"queries": (queries, "M D"), "points": (points, "N D")}
     if aggregates:
         operands["features"] = (features, "N F")
@@ -124,7 +124,7 @@ def prepare(
 
 
 def _row(x: Tensor) -> Tensor:
-    """The only one of a batch. A plan needs no graph, and autograd asks for a device that a fake tensor's may not be."""
+    """Add a batch of one. A plan detaches first: autograd would query the device of a fake tensor, which may not exist."""
     if torch.compiler.is_compiling() or not plan.recording():
         return x.unsqueeze(0)
     return x.detach().unsqueeze(0).requires_grad_(x.requires_grad)
@@ -148,7 +148,7 @@ def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch
 
 
 def widths(name: str, sigma: Any, search: Search) -> tuple[Tensor | None, float]:
-    """σ as the registered operators take it: a tensor ``[B]``, or a number."""
+    """σ in the form of the registered operators: a tensor ``[B]`` and 0, or None and a number."""
     if not isinstance(sigma, Tensor):
         return None, positive(name, "sigma", sigma)
     B = search.queries.shape[0]
@@ -165,7 +165,7 @@ def widths(name: str, sigma: Any, search: Search) -> tuple[Tensor | None, float]
 
 
 def check(name: str, features: Tensor | None, *args: Any, aggregates: bool = False) -> dict[str, int]:
-    """Of the canonical arguments: ``queries, points, *index, *offsets``."""
+    """Check canonical arguments, ``queries, points, *tiles, *offsets``; returns their sizes."""
     queries, points, order, ordered, boxes, qorder, qordered, qboxes, query_offsets, point_offsets = args
     operands = {"queries": (queries, "B M D"), "points": (points, "B N D")}
     if aggregates:

@@ -1,4 +1,4 @@
-"""Clouds of points as models meet them, in any size: one list feeds tests, benchmarks and the tables of the documentation."""
+"""Point clouds as models have them, in any size: used by tests, benchmarks and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _SOME: dict[str, Any] = dict(B=2, M=5, N=23, dims=3, F=5, k=3)
-# every edge a kernel can get wrong, small enough for the interpreter
+# edge cases, small enough for the interpreter
 SMALL = {
     "odd_sizes": _SOME,
     "one_of_each": dict(B=1, M=1, N=1, dims=1, F=1, k=1),
@@ -26,22 +26,22 @@ SMALL = {
     "no_queries": dict(_SOME, M=0),
     "no_points": dict(_SOME, N=0),
 }
-WEIGHED = {  # of operators with features
+WEIGHTED = {  # for operators with features
     "sigma": dict(_SOME, sigma_shape=()),
     "sigma_of_rows": dict(_SOME, N=70, sigma_shape=(2,)),
     "no_features": dict(_SOME, F=0),
 }
-# what must compile without spills, on all architectures or one: points enough for boxes of three levels
+# these must compile without spills, on one architecture or everywhere; enough points for three levels of boxes
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(M=50, N=140_000, dims=3, F=25, k=7, sigma_shape=(), radius=0.5), dtype="float32", everywhere=True),
     dict(sizes=dict(M=50, N=140_000, dims=2, F=150, k=64, sigma_shape=(), radius=0.5, layout="ragged"), dtype="bfloat16"),
     dict(sizes=dict(M=50, N=140_000, dims=3, F=3, k=16, sigma_shape=(), radius=0.5), dtype="float64"),
 ]
 
-# coordinates that must neither poison their neighbours nor read outside
+# coordinates that must neither spread to other queries nor cause out-of-bounds reads
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 40.0, 0.0, 0.5]
 
-# name: sizes of BENCHMARKS, M queries on N points
+# benchmarks: M queries on N points
 KNN = {
     "tutorial": dict(M=27_000, N=100_000, F=25, k=7, layout="tutorial"),
     "uniform": dict(M=100_000, N=300_000, F=25, k=7, layout="uniform_cube"),
@@ -50,7 +50,7 @@ KNN = {
     "geotransolver": dict(M=200_000, N=300_000, F=32, k=7, layout="near_surface"),
     "domino": dict(M=524_288, N=300_000, F=16, k=7, layout="box_of_surface"),
 }
-# and about as many neighbours each
+# queries have about `near` neighbours each
 RADIUS = {
     "tutorial": dict(M=27_000, N=25_000, F=25, radius=0.1, near=4, sigma=0.1, layout="tutorial"),
     "tutorial_far": dict(M=27_000, N=25_000, F=25, radius=0.2, near=32, sigma=0.1, layout="tutorial"),
@@ -71,10 +71,10 @@ def cloud(
 ) -> tuple[Tensor, Tensor]:
     """Queries ``[B, M, dims]`` and points ``[B, N, dims]`` in float32.
 
-    ``uniform``: both in a cube of side 2. ``lines``: on one line, where boxes are flat. ``one_pixel``: all points in one place.
-    ``hostile``: with duplicates, outliers and coordinates that are not finite. ``tutorial``: a grid of queries on normal points.
-    ``ellipsoid``, ``near_surface``, ``box_of_surface``: points on an ellipsoid; queries there, just off it, or all over its box.
-    ``clusters``: 50 tight clusters and outliers, queries among them.
+    ``uniform``: both in a cube of side 2. ``lines``: on one line, so that boxes are flat. ``one_pixel``: all points coincide.
+    ``hostile``: duplicates, outliers and non-finite coordinates. ``tutorial``: a grid of queries, normally distributed points.
+    ``ellipsoid``, ``near_surface``, ``box_of_surface``: points on an ellipsoid; queries on it, near it, or all over its box.
+    ``clusters``: 50 tight clusters and a few outliers, queries distributed like points.
     """
     g = torch.Generator(device).manual_seed(seed)
 
@@ -117,7 +117,7 @@ def cloud(
         for x in (queries, points):
             values = bad[torch.randint(len(HOSTILE), x.shape, device=device, generator=g)]
             x.copy_(torch.where(uniform(*x.shape) < 0.1, values, x))
-        points[:, N // 2 :] = points[:, : N - N // 2].clone()  # every one twice
+        points[:, N // 2 :] = points[:, : N - N // 2].clone()  # duplicates
     return queries, points
 
 
@@ -137,7 +137,7 @@ def make(
     seed: int = 0,
     **_,
 ) -> dict:
-    """queries, points, features, sigma and what `batch` is; `coords` is the dtype of queries and points (float32 or wider)."""
+    """Queries, points, features, sigma and options (index, batch); `coords` is the dtype of coordinates, float32 or wider."""
     queries, points = cloud(M, N, dims, 1 if B is None else B, layout=layout, device=device, seed=seed)
     g = torch.Generator(device).manual_seed(seed + 1)
     features = torch.randn(*points.shape[:2], F, device=device, generator=g)
@@ -157,5 +157,5 @@ def make(
 
 
 def pairs(M: int, N: int) -> int:
-    """Queries that plain PyTorch compares with all points at one time."""
+    """How many queries plain PyTorch compares with all N points at a time."""
     return max(1, 2**26 // max(1, N))

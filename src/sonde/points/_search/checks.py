@@ -1,4 +1,4 @@
-"""Numbers and offsets that calls bring along, checked where the host knows them, and who has kernels for them."""
+"""Checks of numbers and offsets, as far as the host can read them, and of which sizes kernels support."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...jit import Unsupported
 from ...op import plan
 from ...op.torch_private import dispatch_modes, is_fake, transforming
 
-DIMENSIONS = 3  # that kernels have; more go through the reference
-NEIGHBOURS = 64  # that a GPU kernel holds
-MOST = 2**31 - 1  # neighbours of a query, those that are not there included
+DIMENSIONS = 3  # most dimensions of a kernel; more use the reference
+NEIGHBOURS = 64  # most neighbours per query of a GPU kernel
+MOST = 2**31 - 1  # most neighbours per query at all, padding included
 
 
 def implementation(name: str, impl: str, tensor: Tensor, D: int, k: int | None = None, rows: int = 0) -> str:
-    """Who runs: `impl`, or an error that says why it cannot; ``"auto"`` goes through the reference where kernels end."""
+    """Resolve `impl`: raises ``Unsupported`` if it has no kernel for these sizes; ``"auto"`` falls back to the reference."""
     chosen = plan.choose(name, impl, tensor)
     if chosen == "reference":
         return chosen
@@ -37,8 +37,8 @@ def implementation(name: str, impl: str, tensor: Tensor, D: int, k: int | None =
 
 
 def columns(name: str, k: int, rows: int, tensor: Tensor) -> None:
-    """Refuse a k of which no device could hold the results, before anything is made; what is less is padded."""
-    if not isinstance(k, int):  # a graph's
+    """Refuse a k whose results exceed the memory of the device, before anything is allocated."""
+    if not isinstance(k, int):  # symbolic, in a compiled graph
         return
     if k > MOST:
         raise ValueError(f"{name}: k must be less than 2³¹; got {k}")
@@ -53,7 +53,7 @@ def columns(name: str, k: int, rows: int, tensor: Tensor) -> None:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes in all, as far as they are known."""
+    """Total bytes of memory, or a large number if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -62,25 +62,25 @@ def _memory(device: torch.device) -> int:
         return 2**47
 
 
-def in_sight(*tensors: Tensor) -> bool:
-    """Whether numbers may be looked at: nobody traces, maps or plans."""
+def readable(*tensors: Tensor) -> bool:
+    """Whether the host may read values: no tracing, no planning, no functorch transform."""
     return in_memory(*tensors) and not transforming()
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Whether there are numbers: nobody traces or plans."""
+    """Whether tensors have values: no tracing, no planning."""
     if torch.compiler.is_compiling() or dispatch_modes():
         return False
     return all(t.device.type != "meta" and not is_fake(t) for t in tensors)
 
 
 def plain(x: Any) -> bool:
-    """Whether `x` is a tensor with memory of its own that nobody traces."""
-    return type(x) in (Tensor, torch.nn.Parameter) and in_sight(x)
+    """Whether `x` is an ordinary tensor, not a subclass, and readable."""
+    return type(x) in (Tensor, torch.nn.Parameter) and readable(x)
 
 
 def offsets(name: str, argument: str, value: Any, count: int, device: torch.device) -> Tensor:
-    """As an int64 tensor on `device`. What the host knows is checked; a device's tensor is not looked into."""
+    """Offsets as an int64 tensor on `device`. Values are checked on CPUs only, since reading a GPU tensor would sync."""
     if not isinstance(value, Tensor):
         text = isinstance(value, (str, bytes, bytearray, memoryview))
         if not isinstance(value, Sequence) or text or not all(type(v) is int for v in value):

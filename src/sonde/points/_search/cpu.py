@@ -1,4 +1,4 @@
-"""Searches on CPUs, and what a gradient of distances gives to queries and points."""
+"""Searches on CPUs, and the gradients of distances by queries and points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...op.cpu_steps import Array, CpuPass
 from ...op.plan import Determinism
 from . import cpu_tree as trees
 from .cpu_rows import rates
-from .cpu_segments import PIECE, gather, lists, sums
+from .cpu_segments import PIECE, gather, inverted, sums
 from .index.cpu import add_index, add_segments
 
 Given = Mapping[str, Tensor | None]
@@ -23,17 +23,17 @@ Names = Sequence[str]
 
 
 def ball(radius: float, dtype: torch.dtype) -> float:
-    """r², rounded once; no distance is infinite."""
+    """r², rounded once and clamped to a finite value: nothing is a neighbour at an infinite distance."""
     return min(float(torch.tensor(radius * radius, dtype=dtype, device="cpu")), torch.finfo(dtype).max)
 
 
 def scalar(dtype: torch.dtype, x: float) -> Any:
-    """A number of the kernels' own dtype, which would else be float64."""
+    """A NumPy scalar of the kernel's dtype; a Python float would make Numba compute in float64."""
     return (np.float64 if dtype == torch.float64 else np.float32)(x)
 
 
 def three(p: CpuPass, slot: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """The slot of the same coordinates, three of each, whatever the dimensions: zeros change no distance."""
+    """The slot of the coordinates, padded to three dimensions with zeros, which change no distance."""
     missing = 3 - shape[-1]
     if not missing:
         return slot
@@ -45,15 +45,15 @@ def three(p: CpuPass, slot: str, shape: Sequence[int], dtype: torch.dtype) -> st
 
 
 def coordinates(p: CpuPass, name: str) -> Array:
-    """The argument of that name as kernels see it: ``[rows, 3]``."""
+    """The argument of that name in the kernels' form: ``[rows, 3]``."""
     x = p.given[name]
     assert x is not None
     return Array(three(p, p.dense(name, x.dtype), x.shape, x.dtype), (x.shape[0] * x.shape[1], 3))
 
 
 def add_tree(p: CpuPass, points: str = "points", offsets: str = "point_offsets", given: bool = True) -> list[Any]:
-    """What kernels read of a tree: points, order, boxes, segments, nodes. It is that of the index, if one is `given`, and
-    made by this pass of few points."""
+    """A tree's kernel arguments: points, order, boxes, segments, nodes. If `given`, from the caller's index, if there is one;
+    otherwise this pass builds it."""
     x = p.given[points]
     assert x is not None
     B, N, D = x.shape
@@ -70,7 +70,7 @@ def add_tree(p: CpuPass, points: str = "points", offsets: str = "point_offsets",
 
 
 def add_rows(p: CpuPass, queries: str = "queries", offsets: str = "query_offsets") -> list[Any]:
-    """What kernels read of the queries: coordinates, in which order they go, and to which segment each belongs."""
+    """The queries' kernel arguments: coordinates, the order in which they are visited, and the segment of each."""
     x = p.given[queries]
     assert x is not None
     (B, M, _), rows = x.shape, coordinates(p, queries)
@@ -91,14 +91,14 @@ def add_mine(p: CpuPass, offsets: str, M: int) -> Any:
 
 
 def add_rates(p: CpuPass, width: float, B: int) -> Any:
-    """1/σ of every row of the batch."""
+    """1/σ for every row of the batch."""
     if p.given["sigma"] is None:
         return rates(None, width, B)
     return p.derive("rates", "sigma", lambda sigma: rates(sigma, width, B), (B,), torch.float64)
 
 
 def search(p: CpuPass, k: int, radius: float | None = None, writes: Names = ("out",)) -> dict[str, str]:
-    """The k nearest (within `radius`): distances, indices, and how many were cut."""
+    """Find the k nearest points (within `radius`): distances, indices and, with a radius, how many were cut off."""
     queries, points = p.given["queries"], p.given["points"]
     assert queries is not None
     assert points is not None
@@ -118,26 +118,26 @@ def search(p: CpuPass, k: int, radius: float | None = None, writes: Names = ("ou
 
 
 def distance_gradients(given: Given, needs: Sequence[bool]) -> Pass:
-    """Of lists ``[B, M, k]`` of neighbours: ∂q_i = Σ_j g_ij (q_i − p_j)/d_ij, ∂p_j the negative sum."""
+    """For neighbour lists ``[B, M, k]``: ∂q_i = Σ_j g_ij (q_i − p_j)/d_ij and ∂p_j = −Σ_i g_ij (q_i − p_j)/d_ij."""
     indices, queries = given["indices"], given["queries"]
     assert indices is not None
     assert queries is not None
     p, n, k = CpuPass(queries.dtype, given), indices.shape[0] * indices.shape[1], indices.shape[2]
     entries, total = add_entries(p, n, k), indices.numel()
-    of_lists = p.dense("grad", queries.dtype), p.dense("distances", queries.dtype), p.dense("indices", torch.int64)
+    read = p.dense("grad", queries.dtype), p.dense("distances", queries.dtype), p.dense("indices", torch.int64)
     slopes = p.buffer("slopes", (total,), queries.dtype)
-    return list_gradients(p, entries, [Array(slot, (total,)) for slot in (*of_lists, slopes)], total, needs)
+    return list_gradients(p, entries, [Array(slot, (total,)) for slot in (*read, slopes)], total, needs)
 
 
 def add_entries(p: CpuPass, rows: int, k: int) -> str:
-    """Where the list of each row begins, if all are of the same length."""
+    """The offsets of lists that all have length k."""
     return p.derive("entries", None, lambda: np.arange(rows + 1, dtype=np.int64) * k, (rows + 1,), torch.int64)
 
 
-def list_gradients(p: CpuPass, entries: Any, of_lists: Sequence[Array], total: int, needs: Sequence[bool]) -> Pass:
-    """The same for lists of any length, `total` in all; those of row i are entries[i] to entries[i + 1].
+def list_gradients(p: CpuPass, entries: Any, lists: Sequence[Array], total: int, needs: Sequence[bool]) -> Pass:
+    """Like ``distance_gradients`` for lists of any length, `total` in all: that of row i is entries[i] to entries[i + 1].
 
-    `of_lists` are gradients, distances and indices, and where slopes may be written.
+    `lists` are gradients, distances, indices, and a buffer for slopes.
     """
     queries, points = p.given["queries"], p.given["points"]
     assert queries is not None
@@ -145,18 +145,18 @@ def list_gradients(p: CpuPass, entries: Any, of_lists: Sequence[Array], total: i
     (B, M, _), N = queries.shape, points.shape[1]
     q, x = coordinates(p, "queries"), coordinates(p, "points")
     g_queries = p.buffer("d_queries", (B, M, 3), queries.dtype)
-    args = M, N, entries, q, x, *of_lists, Array(g_queries, (B * M, 3))
+    args = M, N, entries, q, x, *lists, Array(g_queries, (B * M, 3))
     p.run(pull, B * M, args, grain=256, writes=["queries"] if needs[0] else [])
     found = [columns(p, g_queries, queries)] if needs[0] else []
     if needs[1]:
-        from_lists = of_lists[2].slot, entries, of_lists[3].slot, q.slot, x.slot
+        from_lists = lists[2].slot, entries, lists[3].slot, q.slot, x.slot
         (g_points,) = add_gather(p, from_lists, (B, M, N), total, None, None, 0, ("points",))
         found.append(columns(p, g_points, points))
     return p.returns(*found)
 
 
 def columns(p: CpuPass, slot: str, of: Tensor) -> str:
-    """Of gradients ``[…, 3]`` what belongs to coordinates like `of`, and in its dtype."""
+    """Gradients ``[…, 3]`` without the padding, in the shape and dtype of the coordinates `of`."""
     D = of.shape[-1]
     if D == 3:
         return p.rounded(slot, of.shape, of.dtype)
@@ -169,9 +169,9 @@ def columns(p: CpuPass, slot: str, of: Tensor) -> str:
 
 
 def add_widths(p: CpuPass, slot: str, sigma: Tensor) -> str:
-    """The gradient of σ: the sum over all rows of a batch."""
+    """The gradient of σ: the sum over the queries of each row."""
     gives = [("d_sigma", sigma.shape, torch.float64)]
-    promise = Determinism.RUN_TO_RUN  # torch cuts long sums by the shape of all rows
+    promise = Determinism.RUN_TO_RUN  # how torch splits long sums depends on the batch size
     (found,) = p.call("torch.sum", lambda x: x.sum(1), [slot], gives, writes=["sigma"], promise=promise)
     return p.rounded(found, sigma.shape, sigma.dtype)
 
@@ -180,9 +180,9 @@ def add_gather(
     p: CpuPass, from_lists: tuple[str, Any, str, str, str], sizes: tuple[int, int, int], total: int, weights: str | None,
     grad: str | None, F: int, wants: Names,
 ) -> tuple[str, ...]:  # fmt: skip
-    """What the lists give back to points, and to features: as far as `wants` names them, ``[B, N, 3]`` and ``[B, N, F]``.
+    """The gradients in `wants`, of points ``[B, N, 3]`` and features ``[B, N, F]``, summed over all lists that contain a point.
 
-    Lists are turned around and cut into pieces, of which there are as many as the data has it: so this is one step.
+    Lists are inverted and cut into pieces. The number of pieces depends on the data, so all of this is one step.
     """
     (B, M, N), (indices, entries, slopes, q, x) = sizes, from_lists
     wide, dtype = p.accumulator if weights is None else p.slots[weights].dtype, p.slots[slopes].dtype
@@ -191,7 +191,7 @@ def add_gather(
 
     def sum_up(indices: Tensor, entries: Any, slopes: Tensor, q: Tensor, x: Tensor, weights: Any, grad: Any) -> list[Tensor]:
         starts = array(entries) if isinstance(entries, Tensor) else entries
-        of = lists(array(indices.view(-1)), starts, B, M, N)
+        of = inverted(array(indices.view(-1)), starts, B, M, N)
         rows = slopes.new_empty(0, 0) if grad is None else grad.view(B * M, F)
         slopes, weights = slopes.view(-1), None if weights is None else weights.view(-1)
         g_points, g_features = sums(of, slopes, q.view(-1, 3), x.view(-1, 3), weights, rows, "points" in wants)
@@ -215,8 +215,8 @@ def neighbours(
     k,
     bound,
     queries,  # [B*M, 3]
-    rows,  # [B*M] in which order
-    mine,  # [M] the segment of a query; empty where there is one only
+    rows,  # [B*M] the order in which queries are visited
+    mine,  # [M] the segment of each query; empty if there is only one
     points,  # [B*N, 3]
     order,  # [B*N]
     boxes,  # [B*nodes, 6]
@@ -224,9 +224,9 @@ def neighbours(
     nodes,
     distances,  # [B*M, k]
     indices,  # [B*M, k]
-    truncated,  # [B*M]; empty where the k nearest of all are wanted
+    truncated,  # [B*M]; empty without a radius
 ):
-    """The neighbours of queries `start` to `stop` of `rows`."""
+    """Find the neighbours of queries ``rows[start:stop]``."""
     best, which = np.empty(min(k, N), distances.dtype), np.empty(min(k, N), np.int64)
     stack, lows = np.empty(128, np.int64), np.empty(128, distances.dtype)
     leaves = np.empty(N // 8 + 1 if truncated.size else 0, np.int64)
@@ -268,10 +268,10 @@ def pull(
     grad,  # [entries]
     distances,  # [entries]
     indices,  # [entries]
-    slopes,  # [entries]: grad/d, 0 where the distance is
+    slopes,  # [entries]: grad/d, or 0 if d = 0
     g_queries,  # [B*M, 3]
 ):
-    """The gradients of queries `start` to `stop`."""
+    """Slopes of rows `start` to `stop`, and the gradients of their queries."""
     for i in range(start, stop):
         a, b, c = 0.0, 0.0, 0.0
         for e in range(entries[i], entries[i + 1]):

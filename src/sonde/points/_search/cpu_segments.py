@@ -1,6 +1,7 @@
-"""What lists of neighbours give back to points, on CPUs: the lists turned around, summed in one order on any number of threads.
+"""Gradients of points and features on CPUs: neighbour lists are inverted, and each point sums the entries that contain it.
 
-A point that very many list is summed in pieces, which are added at the end: no thread is left alone with it.
+The order of summation does not depend on the number of threads. A point with many entries is summed in pieces, so that its work
+is shared by several threads.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from ...op.cpu import array, jit, part, run
 from ...op.simd import LANES, fma, load, spread, store_some
 from .cpu_rows import BLOCK, added, together
 
-PIECE = 4096  # entries
+PIECE = 4096  # most entries of a piece
 
 
 class Lists(NamedTuple):
-    """Who lists a point: entries ``where[starts[j] : starts[j + 1]]``, ascending; cut into pieces."""
+    """Inverted lists: the entries that contain each point, ascending, cut into pieces."""
 
-    where: np.ndarray  # [entries] which of them
-    rows: np.ndarray  # [entries] and whose
-    pieces: np.ndarray  # [pieces, 3] point, from, to
-    firsts: np.ndarray  # [B*N + 1] the pieces of every point
+    where: np.ndarray  # [entries] the entry
+    rows: np.ndarray  # [entries] the row of its list
+    pieces: np.ndarray  # [pieces, 3] point, and its range in `where` and `rows`
+    firsts: np.ndarray  # [B*N + 1] the first piece of each point
 
 
-def lists(indices: np.ndarray, entries: np.ndarray, B: int, M: int, N: int) -> Lists:
+def inverted(indices: np.ndarray, entries: np.ndarray, B: int, M: int, N: int) -> Lists:
     starts, where, rows = np.zeros(B * N + 1, np.int64), np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
     firsts = np.empty(B * N + 1, np.int64)
-    turn(0, B * M, M, N, indices, entries, starts, where, rows, firsts)
+    invert(0, B * M, M, N, indices, entries, starts, where, rows, firsts)
     pieces = np.empty((firsts[-1], 3), np.int64)
     cut(0, B * N, starts, firsts, pieces)
     return Lists(where, rows, pieces, firsts)
 
 
 def sums(of: Lists, slopes: Tensor, queries: Tensor, points: Tensor, weights: Tensor | None, grad: Tensor, coordinates: bool):
-    """∂p_j = −Σ slope·(q_i − p_j) ``[B·N, 3]`` and ∂f_j = Σ weight·grad_i ``[B·N, F]``, over the entries that list j."""
+    """∂p_j = −Σ slope·(q_i − p_j) ``[B·N, 3]`` and ∂f_j = Σ weight·grad_i ``[B·N, F]``, over the entries that contain j."""
     F, pieces, rows = grad.shape[1], len(of.pieces), len(of.firsts) - 1
     wide = slopes.dtype if weights is None else weights.dtype
     parts = slopes.new_zeros(pieces if coordinates else 0, 3)
@@ -54,8 +55,8 @@ def sums(of: Lists, slopes: Tensor, queries: Tensor, points: Tensor, weights: Te
 
 
 @jit
-def turn(start, stop, M, N, indices, entries, starts, where, rows, firsts):
-    """Counting sort of the entries by their point; one thread, since it is a pass over integers."""
+def invert(start, stop, M, N, indices, entries, starts, where, rows, firsts):
+    """Counting sort of the entries by point, on one thread: two cheap passes over integers. Afterwards, `starts` are ends."""
     for i in range(start, stop):
         for e in range(entries[i], entries[i + 1]):
             if indices[e] >= 0:
@@ -76,7 +77,7 @@ def turn(start, stop, M, N, indices, entries, starts, where, rows, firsts):
 
 @jit
 def cut(start, stop, ends, firsts, pieces):
-    """Of every point at least one piece; `ends` is where the entries of each end."""
+    """Cut the entries of every point, which end at `ends`, into one or more pieces."""
     for j in range(start, stop):
         low = ends[j - 1] if j else 0
         for n in range(firsts[j], firsts[j + 1]):
@@ -96,10 +97,10 @@ def gather(
     points,  # [B*N, 3]
     weights,  # [entries]
     grad,  # [B*M, F]
-    parts,  # [pieces, 3]; empty where not wanted
-    features,  # [pieces, F]; the same
+    parts,  # [pieces, 3]; empty if not needed
+    features,  # [pieces, F]; empty if not needed
 ):
-    """Pieces `start` to `stop`."""
+    """Sum pieces `start` to `stop`."""
     F = grad.shape[1]
     for n in range(start, stop):
         j, low, high = pieces[n, 0], pieces[n, 1], pieces[n, 2]
@@ -135,7 +136,7 @@ def add_rows(n, low, high, F, places, rows, weights, grad, features):
 
 @jit
 def add(start, stop, firsts, parts, found):
-    """Sum the pieces of points `start` to `stop`."""
+    """Add up the pieces of points `start` to `stop`."""
     for j in range(start, stop):
         for c in range(parts.shape[1]):
             total = 0.0

@@ -1,8 +1,8 @@
-"""Trees of boxes on CPUs, and how a search walks them.
+"""Trees of bounding boxes on CPUs, and their traversal.
 
-Every segment of every batch row has a tree of its own over consecutive sorted points. It is balanced, so that node j of level l
-covers points n·j/2ˡ to n·(j+1)/2ˡ of its n and nothing but boxes is stored, level by level. The distance to a box is made of the
-operations of the distance to a point, in their order; rounding is monotone, so no point of a box is nearer than the box.
+Every segment of every batch row has its own tree over consecutive sorted points. It is balanced: node j of level l covers points
+n·j/2ˡ to n·(j+1)/2ˡ of n, so that only boxes are stored, level by level. The distance to a box uses the same operations in the same
+order as the distance to a point; since rounding is monotone, no point of a box is closer than the box, to the last bit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ...op.cpu import array, exact_part, jit, part
 
-LEAF = 16  # points at most
-ORDERED = 4096  # queries from which sorting them pays
-CELLS = 32  # along every axis, into which they are sorted
+LEAF = 16  # most points of a leaf
+ORDERED = 4096  # from so many queries on, sorting them pays off
+CELLS = 32  # queries are sorted into CELLS³ cells
 
 
 def segments(offsets: Tensor | None, N: int) -> np.ndarray:
-    """``[S, 4]``; whatever the offsets say, nothing outside of N points."""
+    """``[S, 4]``: first point, end, first box and depth of each segment; wrong offsets are clamped to N points."""
     ends = np.array([0, N]) if offsets is None else np.clip(np.maximum.accumulate(array(offsets)), 0, N)
     first, last = ends[:-1], ends[1:]
     leaves = np.maximum(1, -(-(last - first) // LEAF))
@@ -27,7 +27,7 @@ def segments(offsets: Tensor | None, N: int) -> np.ndarray:
 
 
 def segment_of(offsets: Tensor | None, M: int) -> np.ndarray:
-    """To which segment each of M rows belongs, −1 for none; empty where there is only one."""
+    """The segment of each of M rows, −1 for none; empty if there is only one."""
     if offsets is None:
         return np.empty(0, np.int64)
     ends = np.clip(np.maximum.accumulate(array(offsets)), 0, M)
@@ -36,12 +36,12 @@ def segment_of(offsets: Tensor | None, M: int) -> np.ndarray:
 
 
 def leaves_bytes(N: int) -> int:
-    """Of the list of leaves that a kernel has for `leaves_within`."""
+    """Bytes of the list that ``leaves_within`` fills."""
     return (N // 8 + 1) * 8
 
 
 def sorting_bytes(M: int) -> int:
-    """Of what `by_cells` counts with: cells of the queries, and queries of the cells."""
+    """Bytes that ``by_cells`` needs: the cell of each query, and the count of each cell."""
     return 4 * M + 8 * (CELLS**3 + 1)
 
 
@@ -53,7 +53,7 @@ def by_cells(
     M,
     found,  # [B*M]
 ):
-    """Sort the rows of batches `start` to `stop` by cells, those of a block of 2×2×2 next to each other, and so on."""
+    """Sort the queries of batch rows `start` to `stop` by cell, in Morton order."""
     low, high, code = np.empty(3), np.empty(3), np.empty(M, np.int32)
     for b in range(start, stop):
         low[:], high[:] = np.inf, -np.inf
@@ -82,7 +82,7 @@ def by_cells(
 
 @exact_part
 def squared(x, y, z, points, j):
-    """d² to point j, every operation rounded."""
+    """d² to point j, with every operation rounded."""
     dx, dy, dz = x - points[j, 0], y - points[j, 1], z - points[j, 2]
     return (dx * dx + dy * dy) + dz * dz
 
@@ -98,7 +98,7 @@ def squared_to_box(x, y, z, boxes, node):
 
 @part
 def leaves_within(x, y, z, boxes, segment, base, bound, leaves, stack):
-    """List the leaves of a segment whose box is within `bound`, in the order of the tree; return how many."""
+    """List the leaves of a segment whose box is within `bound`, in tree order; returns how many."""
     depth, found = segment[3], 0
     if not (abs(x) < np.inf and abs(y) < np.inf and abs(z) < np.inf):
         return found
@@ -118,16 +118,16 @@ def leaves_within(x, y, z, boxes, segment, base, bound, leaves, stack):
 
 @part
 def of_leaf(segment, leaf):
-    """Its points, from and to."""
+    """The range of a leaf's points."""
     first, n, depth = segment[0], segment[1] - segment[0], segment[3]
     return first + (n * leaf >> depth), first + (n * (leaf + 1) >> depth)
 
 
 @part
 def nearest(x, y, z, points, order, boxes, segment, base, row, k, bound, best, which, stack, lows):
-    """The k nearest within `bound`, ascending by (d², index), in best and which; return how many there are.
+    """Find the k nearest within `bound`, ascending by (d², index), into `best` and `which`; returns how many there are.
 
-    The nearer box first; a box is passed over only if it is farther than the k-th, since at the same distance a lower index wins.
+    Visits the closer child first. A box is skipped only if it is farther than the k-th: at the same distance a lower index wins.
     """
     depth, found = segment[3], 0
     if not (abs(x) < np.inf and abs(y) < np.inf and abs(z) < np.inf):
@@ -165,7 +165,7 @@ def nearest(x, y, z, points, order, boxes, segment, base, row, k, bound, best, w
 
 @part
 def insert(d2, index, found, k, best, which):
-    """Keep the list of the k least by (d², index); return its length."""
+    """Insert into the sorted list of the k smallest by (d², index); returns its length."""
     if found == k:
         if not (d2 < best[k - 1] or (d2 == best[k - 1] and index < which[k - 1])):
             return found

@@ -1,4 +1,4 @@
-"""Passes of the operators on points: searches and sums over neighbours, forward and backward."""
+"""Passes of the point operators: searches and sums over neighbours, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Given = Mapping[str, Any]
 
 
 class Sides(NamedTuple):
-    """Queries and points, each sorted along the curve with boxes, or as they came, without."""
+    """Queries and points: both sorted along the curve with boxes, or both in the caller's order without."""
 
     queries: Tensor
     points: Tensor
@@ -38,7 +38,10 @@ class Sides(NamedTuple):
         return Sides(given[queries], given[points], given["boxes"], given["qboxes"], segments, (queries, points))
 
     def walk(self, p: Pass, columns: bool = False) -> list[str | None]:
-        """The first slots that a kernel takes: rows, what comes by, its boxes, offsets of both. Rows are points if `columns`."""
+        """The first slots of every kernel: rows, candidates, boxes of candidates, offsets of both.
+
+        Rows are queries and candidates points, or the other way round if `columns`.
+        """
         tree = self.boxes is not None
         queries, points = (p.contiguous(name) for name in self.names)
         order, boxes, qorder, qboxes = (p.contiguous(name) if tree else None for name in ("order", "boxes", "qorder", "qboxes"))
@@ -49,7 +52,7 @@ class Sides(NamedTuple):
 
 
 def nearest(given: Given, k: int, radius: float | None = None, width: float = 0.0) -> tuple[Pass, dict[str, str]]:
-    """The k nearest ``[B, M, k]``: distances and indices; with a radius, how many more there are; with features, their sums."""
+    """The k nearest: distances and indices ``[B, M, k]``; with a radius, how many were cut off; with features, their sums."""
     of, features, sigma = Sides.of(given), given.get("features"), given.get("sigma")
     (B, M, D), N, F = of.queries.shape, of.points.shape[1], 0 if features is None else features.shape[2]
     wide, square = accumulator(of.queries, features, sigma), halves(0.0 if radius is None else radius * radius)
@@ -73,7 +76,10 @@ def nearest(given: Given, k: int, radius: float | None = None, width: float = 0.
 
 
 def nearest_gradients(given: Given, needs: Sequence[bool], width: float = 0.0) -> Pass:
-    """Of queries and points; with features, of these and σ. ``grad`` belongs to the sums, or else to the distances."""
+    """The gradients of queries and points and, with features, of features and σ.
+
+    ``grad`` is that of the sums or, without features, of the distances.
+    """
     queries, points, indices, features = given["queries"], given["points"], given["indices"], given.get("features")
     names = ("queries", "points", "features", "sigma")
     wants = [name for name, need in zip(names, needs) if need]
@@ -94,9 +100,9 @@ def nearest_gradients(given: Given, needs: Sequence[bool], width: float = 0.0) -
     p.launch(pairs.pairs, problem, [*operands, *made], writes=[name for name in wants if name == "queries"])
     if keys is not None:
         runs = pairs.add_runs(p, keys, B * M * k, B * N)
-        of_features = pairs.Features(weights, slots["grad"], found["features"], F) if weights else None
-        of_points = pairs.Offsets(slopes, slots["points"], slots["queries"], found["points"], D) if slopes else None
-        pairs.add_sums(p, runs, k, None, of_features, of_points, [name for name in wants if name in ("points", "features")])
+        d_features = pairs.Features(weights, slots["grad"], found["features"], F) if weights else None
+        d_points = pairs.Offsets(slopes, slots["points"], slots["queries"], found["points"], D) if slopes else None
+        pairs.add_sums(p, runs, k, None, d_features, d_points, [name for name in wants if name in ("points", "features")])
     if spread is not None:
         assert sigma is not None
         found["sigma"] = _add_sum(p, spread, sigma)
@@ -104,7 +110,7 @@ def nearest_gradients(given: Given, needs: Sequence[bool], width: float = 0.0) -
 
 
 def ball(given: Given, width: float, radius: float) -> Pass:
-    """out ``[B, M, F]``, and what weighs: a distance n close to the nearest's and 1/Σ exp((n − d)/σ) ``[B, M, 2]``."""
+    """out ``[B, M, F]`` and softmax statistics ``[B, M, 2]``: a distance n close to the smallest, and 1/Σ exp((n − d)/σ)."""
     of, features = Sides.of(given), given["features"]
     problem, (B, M, _) = _ball_problem(of, given, width, radius), of.queries.shape
     p = Pass(of.queries.device, problem.wide, given)
@@ -114,7 +120,7 @@ def ball(given: Given, width: float, radius: float) -> Pass:
 
 
 def ball_gradients(given: Given, width: float, radius: float, needs: Sequence[bool]) -> Pass:
-    """Of queries, points, features and σ, as far as they are needed: a walk over rows, and one or two over columns."""
+    """The gradients of queries, points, features and σ that are needed: one walk over rows, and up to two over columns."""
     of, features, sigma = Sides.of(given), given["features"], given["sigma"]
     wants = [name for name, need in zip(("queries", "points", "features", "sigma"), needs) if need]
     rows, (B, M, _) = _ball_problem(of, given, width, radius), of.queries.shape
@@ -146,7 +152,7 @@ def ball_gradients(given: Given, width: float, radius: float, needs: Sequence[bo
 
 
 def _column_passes(wants: list[str], F: int) -> list[list[str]]:
-    """Which gradients each walk over columns computes: all together as long as a program holds all features."""
+    """Which gradients each walk over columns computes: all of them, if a program holds all features."""
     if F > MOST_F:
         return [[name] for name in wants]
     return [wants] if wants else []
@@ -162,11 +168,8 @@ def _ball_problem(of: Sides, given: Given, width: float, radius: float, columns:
 
 
 def _add_sum(p: Pass, spread: str, sigma: Tensor) -> str:
-    """The gradient of σ, of each row's share."""
-
-    def total(spread: Tensor) -> Tensor:
-        return spread.sum(1).to(sigma_dtype)
-
-    sigma_dtype = sigma.dtype
-    gives = [("d_sigma", sigma.shape, sigma.dtype)]
-    return p.call("torch.sum", total, [spread], gives, writes=["sigma"], promise=Determinism.RUN_TO_RUN)[0]
+    """The gradient of σ: the sum over the queries of each row."""
+    dtype = sigma.dtype  # the step must not keep the tensor alive
+    gives = [("d_sigma", sigma.shape, dtype)]
+    total = p.call("torch.sum", lambda x: x.sum(1).to(dtype), [spread], gives, writes=["sigma"], promise=Determinism.RUN_TO_RUN)
+    return total[0]

@@ -1,10 +1,9 @@
-"""Softmax over all points within a radius: the value, and its gradients by rows and by columns, without atomics.
+"""Softmax over all points within a radius: forward, and gradients by rows and by columns, without atomics.
 
-A program has a tile of rows, and the other side comes by one at a time, in the order of the walk: sums have a fixed order. For
-the value and the gradients of queries, rows are queries and points come by; for those of points and features, the other way round.
+A program has a tile of rows and processes candidates one at a time in the order of the walk, so sums have a fixed order. Rows are
+queries and candidates points in the forward pass and for the gradients of queries; for those of points and features they swap.
 
-A leaf's terms are added one after the other, and the leaves' sums together with what rounding loses of them, so that sums are exact
-for any number of terms.
+Within a leaf the sum is plain; the sums of leaves are added with compensation, which is accurate for any number of terms.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ from .gpu_walk import (
 )  # fmt: skip
 from .index.gpu_kernels import LEAF
 
-LEAP = tl.constexpr(4.0)  # widths that a point must be nearer than the one that weighs 1 before it takes that place
-UNIT = tl.constexpr(2.0**-6)  # of weights in sums of features, or a power of it: they sum to less than 1, and nothing overflows
+LEAP = tl.constexpr(4.0)  # a point must be closer than the reference distance by so many σ to replace it
+UNIT = tl.constexpr(2.0**-6)  # weights of features are scaled by a power of it: they sum to less than 1, so nothing overflows
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how; M rows, N of what comes by."""
+    """What a launch computes, for M rows and N candidates; ``Config`` says how."""
 
     B: int
     M: int
     N: int
     S: int  # segments of a ragged batch
-    nodes: int  # boxes of what comes by; 0 to look at everything
+    nodes: int  # boxes of candidates per batch row; 0 to search without boxes
     D: int
     F: int
-    radius: tuple[int, int]  # r², in two integers
-    width: tuple[int, int]  # σ, where it is no tensor
+    radius: tuple[int, int]  # r², as two integers
+    width: tuple[int, int]  # σ, if it is not a tensor
     coords: torch.dtype
     wide: torch.dtype
     int64: bool
-    columns: bool = False  # rows are points
-    coordinates: bool = False  # have gradients
-    features: bool = False  # have gradients
+    columns: bool = False  # rows are points, candidates queries
+    coordinates: bool = False  # compute gradients of coordinates
+    features: bool = False  # compute gradients of features
 
 
 def default_config(p: Problem) -> Config:
-    """One warp, whose threads have a few of a tile's 32 points each, and a few of its features."""
+    """One warp; a thread holds a few of a tile's distances and a few of its features."""
     if p.coordinates or p.features or p.wide == torch.float64:
         return Config(2, 1)
-    rows = 4 if p.S else 8  # a ragged batch takes a few registers more
+    rows = 4 if p.S else 8  # ragged batches need a few more registers
     return Config(rows * 64 // max(64, block_of(p.F)), 1)
 
 
@@ -83,9 +82,9 @@ def launch(p: Problem, config: Config) -> jit.Launch:
 
 
 def launch_gradients(p: Problem, config: Config) -> jit.Launch:
-    plain = launch(p, config)
-    constants = (*plain.constants, block_of(p.F) >= p.F, p.columns, p.coordinates, p.features)
-    return plain._replace(grid=(plain.grid[0], plain.grid[1] if p.features else 1, 1), constants=constants)
+    forward = launch(p, config)
+    constants = (*forward.constants, block_of(p.F) >= p.F, p.columns, p.coordinates, p.features)
+    return forward._replace(grid=(forward.grid[0], forward.grid[1] if p.features else 1, 1), constants=constants)
 
 
 SIZES = ["M", "N", "S", "F", "NODES", "TILES", "R_HIGH", "R_LOW", "W_HIGH", "W_LOW"]
@@ -93,17 +92,17 @@ SIZES = ["M", "N", "S", "F", "NODES", "TILES", "R_HIGH", "R_LOW", "W_HIGH", "W_L
 
 @triton.jit(do_not_specialize=SIZES)
 def _ball(
-    queries,  # [B, M, D], in the order of qorder
-    qorder,  # [B, M]; None if it is their own
-    points,  # [B, N, D], in the order of order
-    order,  # [B, N]; None if it is their own
-    boxes,  # [B, NODES, 2, D]; None to look at every point
+    queries,  # [B, M, D], sorted
+    qorder,  # [B, M], their indices; None if not sorted
+    points,  # [B, N, D], sorted
+    order,  # [B, N], their indices; None if not sorted
+    boxes,  # [B, NODES, 2, D]; None to search without boxes
     query_offsets,  # [S + 1], of a ragged batch
-    point_offsets,
+    point_offsets,  # [S + 1]
     features,  # [B, N, F]
     sigma,  # [B]; None if it is a number
     out,  # [B, M, F]
-    levels,  # [B, M, 2]: a distance n, a few σ from the nearest's at most, and 1/Σ exp((n − d)/σ); 0 and 0 for an empty ball
+    levels,  # [B, M, 2]: a distance n, at most a few σ above the smallest, and 1/Σ exp((n − d)/σ); 0 and 0 for an empty ball
     M,
     N,
     S,
@@ -134,7 +133,7 @@ def _ball(
     bound = tl.where(live, number(R_HIGH, R_LOW).to(q[0].dtype), -1.0)
 
     none = tl.zeros([BLOCK_Q], ACC)
-    one = none + float("inf")  # the distance that weighs 1; it follows the nearest in leaps: few roundings scale what was summed
+    one = none + float("inf")  # reference distance, with weight 1: follows the smallest in leaps, so sums are rarely rescaled
     unit = none + UNIT
     total, total_lost = none, none
     acc = tl.zeros([BLOCK_F, BLOCK_Q], ACC)
@@ -185,19 +184,19 @@ def _ball(
 def _ball_gradients(
     queries,  # [B, M, D], rows: queries, or points if COLUMNS
     qorder,  # [B, M]
-    points,  # [B, N, D], what comes by
+    points,  # [B, N, D], candidates: points, or queries if COLUMNS
     order,  # [B, N]
     boxes,  # [B, NODES, 2, D]
     query_offsets,  # [S + 1]
-    point_offsets,
+    point_offsets,  # [S + 1]
     values,  # [B, M, F], of rows: ∂L/∂out, or features if COLUMNS
-    others,  # [B, N, F], of what comes by: the other
+    others,  # [B, N, F], of candidates: features, or ∂L/∂out if COLUMNS
     sigma,  # [B]
     levels,  # [.., 2], of queries
-    delta,  # of queries: Δ, which rows write and columns read
-    d_rows,  # [B, M, D], of the rows' coordinates
+    delta,  # [..], Δ of queries; written for rows, read for columns
+    d_rows,  # [B, M, D], gradient of the rows' coordinates
     d_sigma,  # [B, M]
-    d_values,  # [B, M, F], of the features
+    d_values,  # [B, M, F], gradient of the features
     M,
     N,
     S,
@@ -242,10 +241,11 @@ def _ball_gradients(
         value = tl.load(mine + f[:, None], mask=in_q[None, :] & (f < F)[:, None], other=0).to(ACC)
 
     none = tl.zeros([BLOCK_Q], ACC)
-    # Σ w (a − p) u and Σ w (a − p) (n − d), where u = (x − y)/d: rows count a from p and learn Δ on the way; columns know it
+    # Σ w (a − p) u and Σ w (a − p) (n − d), where u = (x − y)/d. Columns know Δ, and p is Δ; rows compute it on the way and take a
+    # relative to an estimate p
     gx, gy, gz, moment = none, none, none, none
     lost_x, lost_y, lost_z, lost_m = none, none, none, none
-    # of rows: Σ w, Σ w (a − p), Σ w u, Σ w (n − d); and what Σ w was when p was chosen
+    # for rows: Σ w, Σ w (a − p), Σ w u, Σ w (n − d), and the value of Σ w when p was chosen
     weight, along, ux0, uy0, uz0, gap0 = none, none, none, none, none, none
     lost_w, lost_a, lost_ux, lost_uy, lost_uz, lost_g = none, none, none, none, none, none
     p, chosen = none, none
@@ -295,9 +295,9 @@ def _ball_gradients(
                     uz = tl.where(apart, over * dz.to(ACC), 0.0)
                     if COLUMNS:
                         mean = tl.load(delta + i)
-                        a = tl.where(here, tl.where(w < 1, a - mean, 0.0 * mean), 0.0)  # a weight of 1 leaves nothing, or NaN
+                        a = tl.where(here, tl.where(w < 1, a - mean, 0.0 * mean), 0.0)  # if w = 1, a is Δ: exactly 0, or NaN
                     else:
-                        p = tl.where(here & (weight == 0) & (pw == 0), a, p)  # nothing has been summed that counts from another
+                        p = tl.where(here & (weight == 0) & (pw == 0), a, p)  # the first neighbour: nothing was summed yet
                         a = tl.where(here, a - p, 0.0)
                         pw += w
                         pa += w * a
@@ -305,7 +305,7 @@ def _ball_gradients(
                         if d_sigma is not None:
                             pg += w * gap
                             pm += a * (w * gap)
-                    gx, lost_x = add_term(gx, lost_x, a * ux)  # one by one: sums of the leaf would take registers
+                    gx, lost_x = add_term(gx, lost_x, a * ux)  # no plain sum per leaf: it would cost registers
                     gy, lost_y = add_term(gy, lost_y, a * uy)
                     gz, lost_z = add_term(gz, lost_z, a * uz)
             if FEATURES:
@@ -319,7 +319,7 @@ def _ball_gradients(
                 if d_sigma is not None:
                     gap0, lost_g = add_term(gap0, lost_g, pg)
                     moment, lost_m = add_term(moment, lost_m, pm)
-                # whenever the weights have doubled, p becomes the mean: what is left to cancel stays small
+                # whenever the sum of weights has doubled, p becomes the current mean, which limits cancellation
                 due = weight > 2 * chosen
                 if tl.max(due.to(tl.int32), 0) != 0:
                     chosen = tl.where(due, weight, chosen)

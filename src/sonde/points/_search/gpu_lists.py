@@ -1,4 +1,4 @@
-"""All points within a radius, as lists of any length: counted, then written in the order of the walk, then sorted row by row."""
+"""All points within a radius, as lists of any length: one launch counts them, a second writes them in the order of the walk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .index.gpu_kernels import LEAF
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how."""
+    """What a launch computes; ``Config`` says how."""
 
     B: int
     M: int
     N: int
     S: int  # segments of a ragged batch
-    nodes: int  # boxes of a row; 0 to look at every point
+    nodes: int  # boxes per batch row; 0 to search without boxes
     D: int
-    radius: tuple[int, int]  # r², in two integers
+    radius: tuple[int, int]  # r², as two integers
     coords: torch.dtype
-    writes: bool  # or counts
+    writes: bool  # False: only count
 
 
 def default_config(p: Problem) -> Config:
@@ -44,17 +44,17 @@ def launch(p: Problem, config: Config) -> jit.Launch:
 
 @triton.jit(do_not_specialize=["M", "N", "S", "NODES", "TILES", "R_HIGH", "R_LOW"])
 def _list(
-    queries,  # [B, M, D], in the order of qorder
-    qorder,  # [B, M]; None if it is their own
-    points,  # [B, N, D], in the order of order
-    order,  # [B, N]; None if it is their own
-    boxes,  # [B, NODES, 2, D]; None to look at every point
+    queries,  # [B, M, D], sorted
+    qorder,  # [B, M], their indices; None if not sorted
+    points,  # [B, N, D], sorted
+    order,  # [B, N], their indices; None if not sorted
+    boxes,  # [B, NODES, 2, D]; None to search without boxes
     query_offsets,  # [S + 1], of a ragged batch
-    point_offsets,
-    offsets,  # [B · M + 1], of the lists; to count, counts go behind the first
+    point_offsets,  # [S + 1]
+    offsets,  # [B · M + 1], of the lists; when counting, counts are written from the second element on
     squares,  # [total], d²
     indices,  # [total]
-    rows,  # [total], whose list it is
+    rows,  # [total], the query's row
     M,
     N,
     S,

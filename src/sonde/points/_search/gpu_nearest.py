@@ -1,7 +1,7 @@
-"""The nearest k points of each query, alone, within a radius, or with the features that they bring: one kernel.
+"""The k nearest points of each query, optionally within a radius, optionally with the weighted sum of their features: one kernel.
 
-A program keeps the best pairs (d², index) of its queries in no order, knows the worst of each, and replaces that. At the end they
-are taken out in order, which is the order of the results and of the sums.
+A program keeps the k best pairs (d², index) of each query unsorted, tracks the worst one and replaces it. At the end they are
+extracted in ascending order, which is the order of the results and of the sums.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from .index.gpu_kernels import LEAF
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how."""
+    """What a launch computes; ``Config`` says how."""
 
     B: int
     M: int
     N: int
     S: int  # segments of a ragged batch
-    nodes: int  # boxes of a row; 0 to look at every point
+    nodes: int  # boxes per batch row; 0 to search without boxes
     D: int
     k: int
     F: int  # 0 without features
-    radius: tuple[int, int]  # r², in two integers
-    width: tuple[int, int]  # σ, where it is no tensor
-    limited: bool  # by the radius
+    radius: tuple[int, int]  # r², as two integers
+    width: tuple[int, int]  # σ, if it is not a tensor
+    limited: bool  # whether there is a radius
     coords: torch.dtype
     wide: torch.dtype
     int64: bool
 
 
 def default_config(p: Problem) -> Config:
-    """One warp, whose threads have up to eight of the tile's 32 points and a few of its best."""
+    """One warp; a thread holds up to eight of a tile's distances and a few of its best pairs."""
     return Config(8 if p.k <= 16 else 4, 1)
 
 
@@ -80,18 +80,18 @@ SIZES = ["M", "N", "S", "F", "NODES", "TILES", "R_HIGH", "R_LOW", "W_HIGH", "W_L
 
 @triton.jit(do_not_specialize=SIZES)
 def _nearest(
-    queries,  # [B, M, D], in the order of qorder
-    qorder,  # [B, M]; None if it is their own
-    points,  # [B, N, D], in the order of order
-    order,  # [B, N]; None if it is their own
-    boxes,  # [B, nodes, 2, D]; None to look at every point
+    queries,  # [B, M, D], sorted
+    qorder,  # [B, M], their indices; None if not sorted
+    points,  # [B, N, D], sorted
+    order,  # [B, N], their indices; None if not sorted
+    boxes,  # [B, nodes, 2, D]; None to search without boxes
     query_offsets,  # [S + 1], of a ragged batch
-    point_offsets,
-    features,  # [B, N, F], if they are asked for
+    point_offsets,  # [S + 1]
+    features,  # [B, N, F] or None
     sigma,  # [B]; None if it is a number
     distances,  # [B, M, K]
     indices,  # [B, M, K]
-    truncated,  # [B, M], if there is a radius
+    truncated,  # [B, M]; only with a radius
     out,  # [B, M, F]
     M,
     N,
@@ -107,7 +107,7 @@ def _nearest(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_F: tl.constexpr,
-    SEED: tl.constexpr,  # points that the first bound comes from
+    SEED: tl.constexpr,  # points from which the first bound is computed
     UNROLL: tl.constexpr,
     LIMITED: tl.constexpr,
     ACC: tl.constexpr,
@@ -133,7 +133,7 @@ def _nearest(
 
     slot = tl.arange(0, BLOCK_K)[:, None]
     best = tl.zeros([BLOCK_K, BLOCK_Q], q[0].dtype) + tl.where(slot < K, float("inf"), -1.0).to(q[0].dtype)
-    best_i = tl.zeros([BLOCK_K, BLOCK_Q], tl.int32) + tl.where(slot < K, NONE - slot, -1)  # every free one its own number
+    best_i = tl.zeros([BLOCK_K, BLOCK_Q], tl.int32) + tl.where(slot < K, NONE - slot, -1)  # unique indices for free slots
     worst = tl.max(best, 0)
     worst_i = tl.max(tl.where(best == worst[None, :], best_i, -1), 0)
     count = tl.zeros([BLOCK_Q], tl.int32)
@@ -166,7 +166,7 @@ def _nearest(
     if features is not None:
         rate = rate_of(sigma, b, W_HIGH, W_LOW, ACC)
         features += b * N * F
-        # weights are normalised before they meet features: no sum is larger than the largest of these
+        # weights are normalised first, so that no sum exceeds the largest feature
         away = root(best).to(ACC)
         least = tl.min(away, 0)
         least = tl.where(least < float("inf"), least, 0.0)

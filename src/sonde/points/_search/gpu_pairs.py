@@ -1,8 +1,8 @@
-"""Gradients along a list of pairs of a query and a point: those of the k nearest, or of lists of any length.
+"""Gradients over (query, point) pairs, from the k nearest or from lists of any length.
 
-What belongs to a query is summed by the query's own program. What belongs to a point is summed in a fixed order: pairs are sorted
-by point, so that each has a run of them; a chunk of CHUNK pairs that lies within one run is summed by a program of its own, and a
-point adds such chunks and the pairs before and behind them. Nothing is atomic, and to be everybody's neighbour is no long loop.
+The gradient of a query is summed by its own program. The gradient of a point is summed in a fixed order without atomics: pairs are
+sorted by point, which gives each point a run of pairs. Every aligned chunk of CHUNK pairs within a single run is summed by its own
+program; then each point adds its chunks and the pairs before and after them. So a point with many pairs is not one long loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ...op.plan import Determinism
 from .gpu_walk import Config, add_term, block_of, rate_of, with_lost
 from .index.gpu_kernels import coordinates, sort_scratch
 
-CHUNK = 64  # pairs that one program sums, at least as many as a point's run may have at both ends
-BLOCK = 1024  # pairs of a program where each is one thread's
+CHUNK = 64  # pairs of a chunk; fewer than so many are left at each end of a run
+BLOCK = 1024  # pairs per program of ``_runs``
 
 
 class Problem(NamedTuple):
-    """What the pass over queries computes, apart from how."""
+    """What ``pairs`` computes; ``Config`` says how."""
 
     B: int
     M: int
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     D: int
     k: int
     F: int  # 0 without features
-    width: tuple[int, int]  # σ, where it is no tensor
+    width: tuple[int, int]  # σ, if it is not a tensor
     wide: torch.dtype
     int64: bool
 
@@ -67,12 +67,12 @@ def _pairs(
     points,  # [B, N, D]
     distances,  # [B, M, K]
     indices,  # [B, M, K]
-    grad,  # [B, M, F], of the sums; without features [B, M, K], of the distances
+    grad,  # [B, M, F], of the sums; without features, [B, M, K], of the distances
     features,  # [B, N, F]
     sigma,  # [B]
-    weights,  # [B, M, K]: what a feature's gradient takes of grad
-    slopes,  # [B, M, K]: ∂L/∂d over d
-    keys,  # [B, M, K]: of the point, among all rows' points
+    weights,  # [B, M, K]: softmax weights
+    slopes,  # [B, M, K]: ∂L/∂d / d
+    keys,  # [B, M, K]: b · N + point, or B · N if there is none
     d_queries,  # [B, M, D]
     d_sigma,  # [B, M]
     M,
@@ -132,8 +132,8 @@ def _pairs(
                 if not WHOLE:
                     value = with_lost(value, lost)
                 a = tl.where((slot == n) & real[None, :], value[None, :], a)
-            change = w * (a - tl.sum(w * a, 0)[None, :])  # of one neighbour: exactly 0
-            if d_sigma is not None:  # changes sum to 0, so that distances may count from the least
+            change = w * (a - tl.sum(w * a, 0)[None, :])  # exactly 0 for a single neighbour
+            if d_sigma is not None:  # changes sum to 0, so distances may be taken relative to the smallest
                 spread = tl.sum(tl.where(there, (d - least[None, :]) * change, 0.0), 0)
                 tl.store(d_sigma + b * M + row, spread * rate * rate, mask=in_q)
             slope = -rate * change
@@ -163,11 +163,11 @@ pairs = jit.kernel(
 
 
 class Runs(NamedTuple):
-    """Slots of pairs in the order of whom they belong to; who has none has the run from 0 to 0."""
+    """Slots of pairs sorted by target: a target's pairs are a run, 0 to 0 if it has none."""
 
     keys: str  # [P], sorted
-    place: str | None  # [P], which pair; None if they were in order
-    bounds: str  # [2, T], first pair of each run, and the one after its last
+    place: str | None  # [P], indices of the sorted pairs; None if they were in order
+    bounds: str  # [2, T], begin and end of each run
     pairs: int  # P
     targets: int  # T
 
@@ -192,7 +192,7 @@ class Offsets(NamedTuple):
 
 
 def add_runs(p: Pass, keys: str, n: int, targets: int) -> Runs:
-    """Steps that sort `n` pairs by their `keys`, which are numbers below `targets` unless they belong to nobody."""
+    """Steps that sort `n` pairs by target; `keys` below `targets` are targets, others are ignored."""
     dtype, same = p.slots[keys].dtype, Determinism.RUN_TO_RUN
     gives = [("keys", [n], dtype), ("place", [n], torch.int64)]
     ordered, place = p.call("torch.sort", _sorted, [keys], gives, promise=same, scratch=n * sort_scratch(dtype.itemsize))
@@ -209,7 +209,7 @@ def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
 def add_sums(
     p: Pass, of: Runs, k: int, source: str | None, features: Features | None, offsets: Offsets | None, writes: Sequence[str]
 ) -> None:
-    """Steps that sum over runs. `source` ``[P]`` says which is the other side of a pair, or it is the pair's number over k."""
+    """Steps that sum over runs. `source` ``[P]`` is the other side of each pair; None means pair // k."""
     T, n, same = of.targets, of.pairs, Determinism.RUN_TO_RUN
     F, D = 0 if features is None else features.F, 0 if offsets is None else offsets.D
     weights, rows, d_rows = (None, None, None) if features is None else features[:3]
@@ -245,7 +245,7 @@ def _runs(
 
 @triton.jit
 def pair_of(place, source, i, in_i, K: tl.constexpr):
-    """The pair that comes i-th, and the other side of it."""
+    """The i-th pair in sorted order → its index, and its other side."""
     n = i.to(tl.int64)
     if place is not None:
         n = tl.load(place + i, mask=in_i, other=0)
@@ -309,7 +309,7 @@ def _chunk_sums(
 def pull(here, target, there, other, slopes, n, in_i, D: tl.constexpr, ACC: tl.constexpr):
     """slope·(here − there) of pairs n."""
     slope = tl.load(slopes + n, mask=in_i, other=0)
-    live = in_i & (slope != 0)  # what is not finite has none
+    live = in_i & (slope != 0)  # also masks non-finite coordinates, whose slope is 0
     x, y, z = coordinates(here, target, live, D)
     px, py, pz = coordinates(there, other, live, D)
     ux = tl.where(live, slope * (x - px).to(ACC), 0.0)
@@ -346,12 +346,12 @@ def _run_sums(
     first, last = tl.cdiv(begin, CHUNK), end // CHUNK  # whole chunks
     some = first < last
     head = tl.where(some, first * CHUNK - begin, end - begin)
-    alone = head + tl.where(some, end - last * CHUNK, 0)  # pairs that no chunk has
+    alone = head + tl.where(some, end - last * CHUNK, 0)  # pairs outside of whole chunks
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)[:, None]
     acc = tl.zeros([BLOCK_F, BLOCK_T], ACC)
     none = tl.zeros([BLOCK_T], ACC)
     gx, gy, gz = none, none, none
-    lost, lost_x, lost_y, lost_z = acc, none, none, none  # a point may have any number of pairs
+    lost, lost_x, lost_y, lost_z = acc, none, none, none  # compensated: a point may have any number of pairs
     for t in range(tl.max(alone, 0)):
         in_i = t < alone
         i = tl.where(t < head, begin + t, last * CHUNK + t - head)

@@ -1,14 +1,14 @@
-"""The walk that every search takes, over boxes of boxes, leaves and points, and what its steps share.
+"""Device code of the tree traversal that all searches share.
 
-A program has a tile of queries that lie close to each other, and a distance that each can still use, its bound. It looks at 32
-boxes at once, and keeps those that come within the bound of any of its queries as bits of a number; the first bit leads to 32
-smaller boxes, and so on down to points, which are met one at a time by all queries of the tile. Tiles are
+A program handles a tile of queries that are close to each other; each has a bound, the largest squared distance it still accepts.
+The program tests 32 boxes at once and keeps those within the bound of any query as the bits of an integer. The lowest bit leads to
+32 smaller boxes, and so on down to points, which all queries of the tile process one at a time. Tiles are
 ``[boxes or points, queries]``.
 
-A box is as far away as its nearest point could be, by the operations that measure a point, in the same order, each rounded: so no
-box is farther than a point in it, to the last bit, and nothing is lost to rounding. Kernels are compiled without fused operations.
+The distance to a box uses the same operations in the same order as the distance to a point, each rounded, so no box is farther
+than a point in it, to the last bit, and rounding loses no neighbour. This requires that kernels are compiled without FMA.
 
-Each kernel moves its pointers to its batch by itself: one that is None cannot be returned from a function in Triton 3.6.
+Each kernel advances its pointers to its batch row itself: Triton 3.6 cannot return None from a function.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ...jit.launch import power_of_2
 from .index.gpu_kernels import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
 
 NONE = tl.constexpr(0x7FFFFFFF)  # no point
-MOST_F = 128  # features that one program sums
+MOST_F = 128  # most features that one program sums
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of every kernel that has a tile of queries, or of whatever rows are."""
+    """How a kernel with a tile of rows is launched."""
 
-    block_q: int  # of a program
+    block_q: int  # rows per program
     num_warps: int
 
 
 def block_of(F: int) -> int:
-    """Features that one program sums."""
+    """The number of features that one program sums."""
     return min(MOST_F, power_of_2(max(1, F)))
 
 
 def nodes_of(boxes: Tensor | None) -> int:
-    """How many boxes there are; 0 to look at every point."""
+    """The number of boxes per batch row; 0 to search without boxes."""
     return 0 if boxes is None else boxes.shape[1]
 
 
 def halves(x: float) -> tuple[int, int]:
-    """A number as two integers, which a kernel takes without another compilation and without losing bits; see :func:`number`."""
+    """A float64 as two integers, which a kernel takes without losing bits and without recompilation; see :func:`number`."""
     low, high = struct.unpack("<ii", struct.pack("<d", x))
     return high, low
 
@@ -59,7 +59,7 @@ def number(HIGH, LOW):
 
 @triton.jit
 def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
-    """1/σ, clamped to a finite value so that 0 · rate stays 0. Distances that differ do so by far more than it could tell apart."""
+    """1/σ, clamped to a finite value so that 0 · rate stays 0; any gap between distances times that is out of exp's range."""
     if sigma is not None:
         rate = 1.0 / tl.load(sigma + b).to(ACC)
     else:
@@ -70,7 +70,7 @@ def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
 
 @triton.jit
 def add_term(total, lost, x):
-    """total + x, and `lost` with what rounding loses of it, for sums of any number of terms; float64 has digits to spare."""
+    """Compensated sum: total + x, and `lost` with its rounding error. float64 sums are plain: they have digits to spare."""
     s = total + x
     if x.dtype != tl.float64:
         lost = lost + (x - (s - total))
@@ -79,13 +79,13 @@ def add_term(total, lost, x):
 
 @triton.jit
 def with_lost(total, lost):
-    """Both; after an infinite term nothing is lost that counts."""
+    """The compensated sum; without compensation if it is infinite, where `lost` is NaN."""
     return tl.where(tl.abs(total) < float("inf"), total + lost, total)
 
 
 @triton.jit
 def lowest(bits):
-    """Which is the lowest bit that is set."""
+    """The position of the lowest set bit, from the exponent of a float."""
     low = (bits & -bits).to(tl.float32)
     return ((low.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
@@ -97,7 +97,7 @@ def squared(dx, dy, dz):
 
 @triton.jit
 def root(x):
-    """Correctly rounded, as torch's is."""
+    """The correctly rounded square root."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -106,13 +106,13 @@ def root(x):
 
 @triton.jit
 def outside(q, low, high):
-    """How far a coordinate is from an interval."""
+    """The distance of a coordinate from an interval."""
     return tl.maximum(tl.maximum(low - q, q - high), 0.0)
 
 
 @triton.jit
 def box_distance(boxes, i, there, x, y, z, D: tl.constexpr):
-    """Squared, from queries to boxes i; infinite where no point is."""
+    """Squared distances from queries to boxes i; infinite for empty boxes."""
     x0, y0, z0, x1, y1, z1 = get_box(boxes, i, there, D)
     d = squared(outside(x, x0, x1), outside(y, y0, y1), outside(z, z0, z1))
     return tl.where(there & (x0 <= x1), d, float("inf"))
@@ -120,7 +120,7 @@ def box_distance(boxes, i, there, x, y, z, D: tl.constexpr):
 
 @triton.jit
 def as_bits(hit):
-    """A number whose bits say which of 32 rows have a hit in any column."""
+    """An integer with a bit for each of 32 rows, set if any column of the row has a hit."""
     i = tl.arange(0, LEAF)
     some = tl.max(hit.to(tl.int32), 1)
     return tl.sum(some << i, 0).to(tl.int32)
@@ -128,10 +128,10 @@ def as_bits(hit):
 
 @triton.jit
 def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, D: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The queries of a program: their rows in the results, which there are, which can have neighbours, and ``q``.
+    """The queries of a program → rows in the results, mask, mask of those that can have neighbours, and ``q``.
 
-    That is (x, y, z, begin, end): coordinates, and between which places each has its points. A ragged batch has points of its
-    own for each segment of the queries; elsewhere all points are everybody's.
+    ``q`` is (x, y, z, begin, end): coordinates, and the range of points that a query may see. In a ragged batch these are the
+    points of its segment, otherwise all.
     """
     at = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     in_q = at < M
@@ -146,14 +146,14 @@ def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, 
         live = live & (s >= 0) & (s < S)
         first = tl.load(point_offsets + s, mask=live, other=0)
         last = tl.load(point_offsets + s + 1, mask=live, other=0)
-        first = tl.minimum(tl.maximum(first, 0), N).to(tl.int32)  # whatever the offsets are
+        first = tl.minimum(tl.maximum(first, 0), N).to(tl.int32)  # even if the offsets are wrong
         last = tl.minimum(tl.maximum(last, 0), N).to(tl.int32)
     return row, in_q, live, (x, y, z, first, last)
 
 
 @triton.jit
 def meet(points, order, j, q, D: tl.constexpr):
-    """What a tile's queries have to do with point j: differences, their square, and the number of that point."""
+    """Queries of a tile and point j → differences along the axes, d², and the index of the point."""
     x, y, z, _begin, _end = q
     at = points + j.to(tl.int64) * D
     dx, dy, dz = x - tl.load(at), y, z
@@ -169,7 +169,7 @@ def meet(points, order, j, q, D: tl.constexpr):
 
 @triton.jit
 def is_near(d, bound, j, q, RAGGED: tl.constexpr):
-    """Which queries have point j, at the squared distance d, within their bound and among their own."""
+    """Which queries have point j, at the squared distance d, within their bound and their segment."""
     _x, _y, _z, begin, end = q
     here = (d <= bound) & (d < float("inf"))
     if RAGGED:
@@ -179,7 +179,7 @@ def is_near(d, bound, j, q, RAGGED: tl.constexpr):
 
 @triton.jit
 def near_boxes(boxes, first, count, span, q, bound, D: tl.constexpr, RAGGED: tl.constexpr):
-    """Bits of the boxes from `first` on, of `span` points each, that come within a query's bound."""
+    """Bits of the 32 boxes from `first` on, of `span` points each, that are within the bound of any query."""
     x, y, z, begin, end = q
     i = first + tl.arange(0, LEAF)[:, None]
     d = box_distance(boxes, i.to(tl.int64), i < count, x[None, :], y[None, :], z[None, :], D)
@@ -191,7 +191,7 @@ def near_boxes(boxes, first, count, span, q, bound, D: tl.constexpr, RAGGED: tl.
 
 @triton.jit
 def near_points(points, leaf, N, q, bound, D: tl.constexpr, RAGGED: tl.constexpr):
-    """Bits of the points of a leaf that are within a query's bound."""
+    """Bits of the points of a leaf that are within the bound of any query."""
     x, y, z, begin, end = q
     j = leaf * LEAF + tl.arange(0, LEAF)[:, None]
     px, py, pz = coordinates(points, j.to(tl.int64), (j < N) & (leaf >= 0), D)
@@ -204,17 +204,17 @@ def near_points(points, leaf, N, q, bound, D: tl.constexpr, RAGGED: tl.constexpr
 
 @triton.jit
 def start_walk():
-    """A walk that has seen nothing: what :func:`next_leaf` takes and returns."""
+    """The initial state of a walk, which :func:`next_leaf` takes and returns."""
     zero = tl.program_id(0) * 0
     return zero, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
 def next_leaf(boxes, N, q, bound, walk, D: tl.constexpr, RAGGED: tl.constexpr):
-    """The next leaf to look at, −1 at the end, and what is left of the walk.
+    """The next leaf to visit, −1 at the end, and the new state of the walk.
 
-    That is: `leaves` counted from `leaf`, `inner` boxes from `box`, `outer` ones from `top`, each as bits; `ahead` is the first of
-    the outermost boxes that nobody has looked at. Without `boxes`, leaves just follow each other.
+    The state holds what is left to visit, as bits: `leaves` counted from `leaf`, `inner` boxes from `box`, `outer` boxes from
+    `top`; `ahead` is the first outermost box that was not tested yet. Without `boxes`, leaves are visited one after the other.
     """
     leaf, leaves, box, inner, top, outer, ahead = walk
     if boxes is None:
@@ -226,7 +226,7 @@ def next_leaf(boxes, N, q, bound, walk, D: tl.constexpr, RAGGED: tl.constexpr):
         deep = N > FLAT
         OUTER = tl.where(deep, tl.cdiv(BOXES, LEAF), BOXES)
         while (leaves == 0) & ((ahead < OUTER) | (inner != 0) | (outer != 0)):
-            # which boxes to look at now: the leaves of an inner one, the inner ones of an outer one, or more of the outermost
+            # test 32 boxes: leaves of an inner box if any is left, else inner boxes of an outer one, else more of the outermost
             up = inner == 0
             far = up & (outer == 0)
             first = tl.where(far, ahead, LEAF * tl.where(up, top + lowest(outer), box + lowest(inner)))
@@ -251,14 +251,14 @@ def next_leaf(boxes, N, q, bound, walk, D: tl.constexpr, RAGGED: tl.constexpr):
 
 @triton.jit
 def first_bound(points, boxes, N, NODES, q, D: tl.constexpr, K: tl.constexpr, SEED: tl.constexpr):
-    """A squared distance within which each query has K neighbours for sure: among the SEED points around its place on the curve."""
+    """A squared distance within which each query has at least K neighbours, from the SEED points around it on the curve."""
     x, y, z, begin, end = q
     LEAVES = tl.cdiv(N, LEAF)
     BOXES = tl.cdiv(N, LEAF * LEAF)
     TOPS = tl.where(N > FLAT, tl.cdiv(BOXES, LEAF), 0)
     codes = boxes + (LEAVES + BOXES + TOPS).to(tl.int64) * (2 * D)
     code = code_of(x, y, z, boxes + (NODES - 1).to(tl.int64) * (2 * D), D)
-    # the last leaf of its own points that starts at or before its place, or the one before the first
+    # binary search: the last leaf of the query's segment that starts at or before its position, or the one before the first
     leaf, last = tl.cdiv(begin, LEAF) - 1, tl.cdiv(end, LEAF)
     step = 1
     while step < LEAVES:
@@ -272,8 +272,8 @@ def first_bound(points, boxes, N, NODES, q, D: tl.constexpr, K: tl.constexpr, SE
     j = tl.maximum(start, begin)[None, :] + tl.arange(0, SEED)[:, None]
     px, py, pz = coordinates(points, j.to(tl.int64), j < end[None, :], D)
     d = squared(x[None, :] - px, y[None, :] - py, z[None, :] - pz)
-    d = tl.where(d >= 0, d, float("inf"))  # what is not there, too
+    d = tl.where(d >= 0, d, float("inf"))  # NaN, and masked points
     bound = tl.zeros_like(x) - 1
     for _ in range(K):
-        bound = tl.min(tl.where(d > bound[None, :], d, float("inf")), 0)  # equal ones count once: a looser bound, but a bound
+        bound = tl.min(tl.where(d > bound[None, :], d, float("inf")), 0)  # equal distances count once: looser, but still a bound
     return bound

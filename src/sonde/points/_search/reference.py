@@ -1,4 +1,4 @@
-"""Neighbours in plain PyTorch: what every operator of the family means by a distance, a tie and an absent point."""
+"""Neighbours in plain PyTorch: the family's definition of distances, ties and missing neighbours."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .checks import in_sight
+from .checks import readable
 
-CHUNK = 2**24  # distances in memory at one time, while no gradient is at stake
-WEIGHTLESS = {torch.float32: 103.0, torch.float64: 744.0}  # widths beyond which exp(−x) is 0
+CHUNK = 2**24  # most distances in memory at a time; the search needs no gradient
+WEIGHTLESS = {torch.float32: 103.0, torch.float64: 744.0}  # exp(−x) is 0 for x beyond these
 
 
 def squared(parts: tuple[Tensor, ...]) -> Tensor:
-    """(dx·dx + dy·dy) + dz·dz, every operation rounded."""
+    """(dx·dx + dy·dy) + dz·dz, with every operation rounded."""
     total = parts[0] * parts[0]
     for d in parts[1:]:
         total = total + d * d
@@ -25,17 +25,17 @@ def squared(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded: torch's own is not on every CPU (MKL's differs in the last bit of one root in six).
+    """The correctly rounded square root. torch's is not on every CPU: with MKL, one root in six differs in the last bit.
 
-    In float32 a root in float64 is exact enough to round to the right neighbour. In float64 torch's is one of the two nearest or
-    the next; x − s², which two numbers hold exactly, says which of them is nearest.
+    For float32, rounding a float64 root is exact. For float64, torch's root s is at most one step off; the sign of
+    (s ± half a step)² − x, with s² held exactly as a sum of two numbers, says which way to correct it.
     """
     if x.dtype == torch.float32:
         return x.double().sqrt().float()
     found = x.sqrt()
     if x.device.type != "cpu":
         return found
-    small, large = x.detach() < 2.0**-600, x.detach() > 2.0**600  # where products of parts would leave the range
+    small, large = x.detach() < 2.0**-600, x.detach() > 2.0**600  # rescale these: products below would under- or overflow
     square = torch.where(small, x.detach() * 2.0**400, torch.where(large, x.detach() * 2.0**-400, x.detach()))
     s = torch.where(small, found.detach() * 2.0**200, torch.where(large, found.detach() * 2.0**-200, found.detach()))
     above, below = torch.nextafter(s, 2 * s) - s, s - torch.nextafter(s, 0 * s)
@@ -50,7 +50,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def segment(offsets: Tensor, count: int) -> Tensor:
-    """To which segment each of `count` rows belongs; 0 and the last are outside of all."""
+    """The segment of each of `count` rows, from 1; 0 and ``len(offsets)`` are outside of all segments."""
     return torch.searchsorted(offsets, torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True)
 
 
@@ -59,7 +59,10 @@ _searching: ContextVar[torch.dtype | None] = ContextVar("sonde_searching", defau
 
 @contextmanager
 def searching_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Neighbours are those of coordinates in `dtype`, whatever the rest is computed in: a wide truth of narrow arguments."""
+    """Search in `dtype`, while distances and sums use the dtype of the arguments.
+
+    Tests widen arguments to get an exact result; with this, its neighbours are still those of the narrow arguments.
+    """
     token = _searching.set(dtype)
     try:
         yield
@@ -71,9 +74,9 @@ def searching_in(dtype: torch.dtype | None) -> Iterator[None]:
 def nearest(
     queries: Tensor, points: Tensor, query_offsets: Tensor | None, point_offsets: Tensor | None, k: int | None, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """The k nearest with d² ≤ `bound` (None: all of them), ``[B, M, k]``, and how many there are in all, ``[B, M]``.
+    """Indices of the k nearest points with d² ≤ `bound` (k=None: of all), ``[B, M, k]``, and the number of all, ``[B, M]``.
 
-    Ascending by (d², index), −1 where there is none. A distance that is not finite is no neighbour's.
+    Ascending by (d², index), padded with −1. Points at a non-finite distance are not neighbours.
     """
     if not torch.compiler.is_compiling() and _searching.get() is not None:
         queries, points = queries.to(_searching.get()), points.to(_searching.get())
@@ -89,7 +92,7 @@ def nearest(
 
 
 def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) -> tuple[Tensor, Tensor]:
-    N, known = points.shape[1], in_sight(queries, points)
+    N, known = points.shape[1], readable(queries, points)
     d2 = squared(tuple(q[:, :, None] - p[:, None] for q, p in zip(queries.unbind(-1), points.unbind(-1))))
     seen = (d2 <= bound) & (d2 < torch.inf)  # false for NaN
     if mine is not None:
@@ -97,9 +100,9 @@ def _nearest(queries, points, mine, point_offsets, k: int | None, bound: float) 
         inside = (mine > 0) & (mine < point_offsets.shape[0])
         seen = seen & (mine[:, None] == theirs) & inside[:, None]
     d2, count = torch.where(seen, d2, torch.inf), seen.sum(-1)
-    if k is None:  # no longer than the longest list, where one may look
+    if k is None:  # the longest list, if it can be read
         k = (int(count.max()) if count.numel() else 0) if known else N
-    if known and d2.dtype == torch.float32 and k < N:  # the same as below, for less
+    if known and d2.dtype == torch.float32 and k < N:  # same result as the sort below, but faster
         keys = (d2.view(torch.int32).long() << 32) | torch.arange(N, device=d2.device)
         order = keys.topk(k, largest=False).indices
         d2 = d2.gather(-1, order)
@@ -114,9 +117,9 @@ def _padded(indices: Tensor, k: int) -> Tensor:
 
 
 def rows_at(x: Tensor, indices: Tensor) -> Tensor:
-    """``x[b, indices[b]]`` of ``[B, N, C]`` → ``[B, M, k, C]``; an absent row is one of zeros that is appended.
+    """``x[b, indices[b]]`` of ``[B, N, C]`` → ``[B, M, k, C]``; index −1 reads an appended row of zeros.
 
-    So nothing is ever multiplied by zero to make it vanish, and a gradient that belongs to no row goes nowhere.
+    No masking by multiplication, which would turn inf into NaN, and gradients of missing neighbours go to that row.
     """
     B, N, C = x.shape
     padded = torch.cat([x, x.new_zeros(B, 1, C)], 1)
@@ -125,7 +128,7 @@ def rows_at(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def distances(queries: Tensor, points: Tensor, indices: Tensor) -> Tensor:
-    """From every query to the points listed, +inf where none is; at d = 0 the subgradient is 0."""
+    """Distances from every query to its listed points, +inf for index −1; at d = 0 the subgradient is 0."""
     found = indices >= 0
     parts = (queries[:, :, None] - rows_at(points, indices)).unbind(-1)
     d2 = squared(tuple(torch.where(found, d, 1) for d in parts))
@@ -136,21 +139,21 @@ def distances(queries: Tensor, points: Tensor, indices: Tensor) -> Tensor:
 def aggregate(
     queries: Tensor, points: Tensor, features: Tensor, indices: Tensor, sigma: Tensor | None, width: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_j w_ij f_j with w = softmax(−d/σ) over the points listed; their distances; and what weighs them, ``[B, M, 2]``.
+    """Σ_j w_ij f_j with w = softmax(−d/σ) over the listed points; their distances; and softmax statistics ``[B, M, 2]``.
 
-    That is the nearest's distance n and s = 1/Σ exp((n − d)/σ), such that w = exp((n − d)/σ)·s; of an empty list both are 0.
+    These are the smallest distance n and s = 1/Σ exp((n − d)/σ), so that w = exp((n − d)/σ)·s; both are 0 for an empty list.
     """
     wide = accumulator(queries, features, sigma)
     found = indices >= 0
     d = distances(queries, points, indices)
-    s = width if sigma is None else sigma.double()[:, None, None]  # as a number it may be out of float32's range
+    s = width if sigma is None else sigma.double()[:, None, None]  # may be out of float32's range
     near = torch.where(found, d.to(wide), 0)
     least = torch.where(found, d.detach().to(wide), torch.inf)
     least = least.amin(-1, keepdim=True) if indices.shape[-1] else least.new_full((*least.shape[:-1], 1), torch.inf)
     least = torch.where(least < torch.inf, least, 0)
     gap = (least - near).double()
-    seen = found & (gap >= -WEIGHTLESS[wide] * s)  # elsewhere exp is 0, and x/σ may be infinite
-    none = 0 * (gap - gap.detach()).to(wide)  # a weight of zero is a factor of its gradient, as in torch's softmax
+    seen = found & (gap >= -WEIGHTLESS[wide] * s)  # elsewhere exp is 0, and gap/σ may overflow
+    none = 0 * (gap - gap.detach()).to(wide)  # a zero weight still multiplies its gradient, as in torch's softmax
     e = torch.where(seen, (torch.where(seen, gap, 0) / s).to(wide).exp(), torch.where(found, none, 0))
     total = e.sum(-1, keepdim=True)
     some = total > 0

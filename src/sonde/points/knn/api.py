@@ -18,7 +18,7 @@ NAME = "knn"
 
 
 class Neighbors(NamedTuple):
-    """The nearest points of every query, nearest first; +inf and −1 where there are fewer."""
+    """The nearest points of every query, nearest first, padded with +inf and −1."""
 
     distances: Tensor
     indices: Tensor
@@ -50,7 +50,7 @@ _knn = operator(
 
 
 def arguments(queries, points, k, index=None, batch=None, impl="auto") -> tuple:
-    """Of the schema, from those of the public function."""
+    """The arguments of the registered operator, from those of the public function."""
     search = shared.prepare(NAME, queries, points, k=checks.count(NAME, "k", k, 1), index=index, batch=batch, impl=impl)
     return (*search.operands(), k)
 
@@ -70,24 +70,25 @@ def knn(
       \text{the } k \text{ least by } (d_{ij}^2,\, j)$$
 
     Convention:
-        Distances are those of differences, in float32 or, for float64 coordinates, float64, each operation rounded, the root too:
-        every implementation has the same bits and the same ties, and ties go to the lower index. A point or a query that is not
-        finite has no neighbours, nor is there one at an infinite distance. Where there are fewer than k, distances are +inf
-        and indices −1. Distances are differentiable in queries and points; at d = 0 the subgradient is 0. Every result
-        and every gradient of a kernel is deterministic. 1 to 3 dimensions are fused, more go through the reference, and on GPUs so
-        does k > 64; there torch adds the gradient of points by atomics, unless told to be deterministic.
+        Distances are computed from differences, in float64 for float64 coordinates and float32 otherwise, and every operation is
+        rounded, the square root included: all implementations return the same bits. Ties go to the lower index. A point or query
+        that is not finite has no neighbours, and nothing is a neighbour at an infinite distance. Where there are fewer than k
+        neighbours, distances are +inf and indices −1. Distances are differentiable in queries and points; at d = 0 the subgradient
+        is 0. All results and gradients of kernels are deterministic. Kernels support 1 to 3 dimensions and, on GPUs, k up to 64;
+        everything else uses the reference, where torch sums the gradient of points with atomics unless deterministic algorithms
+        are on.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
-        k: How many, at least 1, and as many as there is room for; GPU kernels have up to 64.
-        index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
+        k: How many, at least 1; GPU kernels support up to 64.
+        index: ``PointIndex.build(points)``, for points that are searched more than once; changes speed and nothing else.
         batch: Ragged batches: ``(query_offsets, point_offsets)``, each ``[S + 1]``, ascending from 0; a query sees the points
-            of its own segment. Tensors on a GPU are not looked into.
+            of its own segment. The values of tensors on a GPU are not checked.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 
     Returns:
-        ``(distances, indices)``, each ``[M, k]`` or ``[B, M, k]``; indices are int64, those of a batch's row count within it.
+        ``(distances, indices)``, each ``[M, k]`` or ``[B, M, k]``; indices are int64 and, in a batch, count within its row.
 
     Example:
         >>> import torch, sonde

@@ -1,4 +1,4 @@
-"""``knn`` on CPUs: a walk through the tree for every query."""
+"""``knn`` on CPUs: one tree traversal per query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton implementation of ``knn``: the walk of ``_search.gpu_walk``, in the kernel of ``_search.gpu_nearest``."""
+"""Triton implementation of ``knn``: the kernel of ``_search.gpu_nearest``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,5 @@ def forward_pass(queries: Tensor, points: Tensor, *rest: Any) -> Pass:
 
 def backward_pass(grad: Tensor, queries: Tensor, points: Tensor, *rest: Any, needs: Sequence[bool], deterministic: bool) -> Pass:
     *search, _k, distances, indices = rest
-    values = dict(k=None)
-    given = dict(grad=grad, **named(queries, points, None, *search), **values, distances=distances, indices=indices)
-    return nearest_gradients(given, needs)
+    operands = named(queries, points, None, *search, k=None)
+    return nearest_gradients(dict(grad=grad, **operands, distances=distances, indices=indices), needs)

@@ -1,4 +1,4 @@
-"""What ``knn`` means, in plain PyTorch."""
+"""The definition of ``knn``, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .._search.reference import distances, nearest
 
 
 def knn(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    *_index, query_offsets, point_offsets, k = rest  # an index changes nothing
+    *_index, query_offsets, point_offsets, k = rest  # the index only changes speed
     indices, _ = nearest(queries, points, query_offsets, point_offsets, k, torch.inf)
     return distances(queries, points, indices), indices

@@ -51,7 +51,7 @@ def _prepare(queries, points, features, k, sigma, index, batch, impl) -> tuple[s
 
 
 def arguments(queries, points, features, k=3, sigma=0.1, index=None, batch=None, impl="auto") -> tuple:
-    """Of the schema, from those of the public function."""
+    """The arguments of the registered operator, from those of the public function."""
     return _prepare(queries, points, features, k, sigma, index, batch, impl)[1]
 
 
@@ -66,27 +66,27 @@ def knn_aggregate(
     batch: shared.Batch | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Features of the k nearest points, weighed by a softmax of their distances.
+    r"""Features of the k nearest points, weighted by a softmax of their distances.
 
     $$\mathrm{out}_i = \sum_{j \in \mathrm{knn}(i)} w_{ij}\, f_j, \qquad w_{ij} = \mathrm{softmax}_j(-d_{ij}/\sigma)$$
 
     Convention:
-        Neighbours are those of :func:`knn`, exact, ties to the lower index; a query without any gives 0. Coordinates and features
-        may differ in dtype; sums run in float32, or in float64 if an operand is float64. Queries, points, features and, where
-        it is a tensor, σ have gradients: the first derivative is fused, higher ones and forward mode go through the
-        reference; neighbours are held fixed. At d = 0 the distance's subgradient is 0, and a single neighbour gives exactly zero
-        to queries and points. Every result and every gradient of a kernel is deterministic. More than 3 dimensions, and on GPUs
-        k > 64, go through the reference; there torch adds the gradients of points and features by atomics, unless told to be
-        deterministic.
+        Neighbours are those of :func:`knn`: exact, ties to the lower index. A query without neighbours gives 0. Coordinates and
+        features may differ in dtype; sums run in float32, or in float64 if an operand is float64. Queries, points, features and,
+        if it is a tensor, σ have gradients, with the neighbours held fixed: first derivatives are fused, higher ones and forward
+        mode use the reference. At d = 0 the distance's subgradient is 0, and a single neighbour contributes exactly zero to the
+        gradients of queries and points. All results and gradients of kernels are deterministic. More than 3 dimensions and, on
+        GPUs, k > 64 use the reference, where torch sums the gradients of points and features with atomics unless deterministic
+        algorithms are on.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
-        k: How many neighbours, at least 1; GPU kernels have up to 64.
-        sigma: σ > 0, however small or large; of an infinite one the weights are equal. A number, a tensor ``[]`` or, for batches,
-            one ``[B]``; all segments of a ragged batch share one.
-        index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
+        k: How many neighbours, at least 1; GPU kernels support up to 64.
+        sigma: σ > 0, however small or large; infinity makes all weights equal. A number, a tensor ``[]`` or, for batches,
+            ``[B]``; all segments of a ragged batch share one.
+        index: ``PointIndex.build(points)``, for points that are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._search import cases as clouds
 
-SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHED}, clouds.KNN
+SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHTED}, clouds.KNN
 TARGETS = clouds.TARGETS
 
 
@@ -18,7 +18,7 @@ def make(k: int = 3, **sizes) -> tuple:
 
 
 def eager(queries: Tensor, points: Tensor, features: Tensor, k: int, sigma: float | Tensor) -> Tensor:
-    """What a user of plain PyTorch writes, for ``[M, D]``, ``[N, D]``, ``[N, F]``: distances in chunks, the least of each row."""
+    """Plain PyTorch, for ``[M, D]``, ``[N, D]``, ``[N, F]``: distances in chunks, and the smallest of each row."""
     out = []
     for q in queries.split(clouds.pairs(queries.shape[0], points.shape[0])):
         distances, indices = torch.cdist(q, points).topk(k, largest=False)
@@ -28,5 +28,5 @@ def eager(queries: Tensor, points: Tensor, features: Tensor, k: int, sigma: floa
 
 
 def count(M: int, N: int, k: int, F: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
-    """Elements that must move at least once, and features of neighbours."""
+    """Elements that must be read and written at least once, and features of neighbours."""
     return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=B * M * k * F)

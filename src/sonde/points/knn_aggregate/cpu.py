@@ -1,4 +1,4 @@
-"""``knn_aggregate`` on CPUs: the search of ``knn``, then weights and sums, row by row."""
+"""``knn_aggregate`` on CPUs: the search of ``knn``, then a softmax and a weighted sum per row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def backward_pass(
     g_queries, g_widths = p.buffer("d_queries", (B, M, 3), wide), p.buffer("d_widths", (B, M), torch.float64)
     arrays = [Array(f, (B * N, F)), Array(go, (B * M, F)), *(Array(s, (B * M, k)) for s in (lengths, numbers, shares, slopes))]
     moved = needs[0] or needs[1] or needs[3]
-    few = np.float32 if wide == torch.float32 and k <= BLOCK else np.float64  # sums of so few terms need no wider ones
+    few = np.float32 if wide == torch.float32 and k <= BLOCK else np.float64  # at most BLOCK terms: float32 sums are exact enough
     args = M, N, moved, few(0), cpu.add_rates(p, width, B), q, x, *arrays, Array(g_queries, (B * M, 3)), Array(g_widths, (B * M,))
     p.run(pull, B * M, args, grain=_enough(k, F), writes=["queries"] if needs[0] else [])
     found: dict[str, str] = {}
@@ -69,13 +69,13 @@ def backward_pass(
 
 
 def _enough(k: int, F: int) -> int:
-    """Rows that are worth a thread."""
+    """The fewest rows that are worth a thread."""
     return max(1, 2**14 // (k * max(8, F)))
 
 
 @part
 def softmax(i, rate, distances, indices, share):
-    """The weights of row i; return how many neighbours it has."""
+    """Compute the weights of row i; returns how many neighbours it has."""
     n, total, real = 0, 0.0, share.dtype.type
     while n < share.shape[0] and indices[i, n] >= 0:
         n += 1
@@ -101,7 +101,7 @@ def weigh(
     indices,  # [B*M, k]
     out,  # [B*M, F]
 ):
-    """Rows `start` to `stop`."""
+    """Weights and weighted sums of rows `start` to `stop`."""
     F, k = features.shape[1], distances.shape[1]
     share, zero = np.empty(k, out.dtype), spread(out.dtype.type(0))
     for i in range(start, stop):
@@ -126,8 +126,8 @@ def pull(
     stop,
     M,
     N,
-    moved,  # whether more is wanted than the weights
-    zero,  # of the dtype in which sums run
+    moved,  # whether gradients of queries, points or σ are needed, or only the weights
+    zero,  # of the dtype of the sums
     rate,  # [B] 1/σ
     queries,  # [B*M, 3]
     points,  # [B*N, 3]
@@ -136,13 +136,14 @@ def pull(
     distances,  # [B*M, k]
     indices,  # [B*M, k]
     shares,  # [B*M, k]
-    slopes,  # [B*M, k]: ∂L/∂d / d, 0 where the distance is
+    slopes,  # [B*M, k]: ∂L/∂d / d, or 0 if d = 0
     g_queries,  # [B*M, 3]
     g_widths,  # [B*M] float64
 ):
-    """Weights of rows `start` to `stop`, what pulls along their distances, and the gradients of queries and of σ.
+    """Weights and slopes of rows `start` to `stop`, and the gradients of queries and of σ.
 
-    a counts from the nearest's own, and d too, since Σ w (a − Δ) is 0: where nobody else has a weight, nothing is left, exactly.
+    With a = grad · feature and Δ = Σ w a, a slope is −w (a − Δ)/(σ d). Both a and d are taken relative to the nearest
+    neighbour, which is allowed since Σ w (a − Δ) = 0: if it has all the weight, the gradients are exactly zero.
     """
     k, F, real = distances.shape[1], features.shape[1], grad.dtype.type
     share, along = np.empty(k, grad.dtype), np.full(k, zero)

@@ -50,7 +50,7 @@ def _prepare(queries, points, features, radius, sigma, index, batch, impl) -> tu
 
 
 def arguments(queries, points, features, radius, sigma=0.1, index=None, batch=None, impl="auto") -> tuple:
-    """Of the schema, from those of the public function."""
+    """The arguments of the registered operator, from those of the public function."""
     return _prepare(queries, points, features, radius, sigma, index, batch, impl)[1]
 
 
@@ -65,27 +65,28 @@ def radius_aggregate(
     batch: shared.Batch | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Features of all points within a radius, weighed by a softmax of their distances.
+    r"""Features of all points within a radius, weighted by a softmax of their distances.
 
     $$\mathrm{out}_i = \sum_{d_{ij}^2 \le r^2} w_{ij}\, f_j, \qquad w_{ij} = \mathrm{softmax}_j(-d_{ij}/\sigma)$$
 
     Convention:
         Distances are those of :func:`knn`; r² is rounded once, to the coordinates' dtype. The softmax has no epsilon: weights
         sum to one however small σ is, and an empty ball gives 0 and zero gradients. Coordinates and features may differ in dtype;
-        sums run in float32, or in float64 if an operand is float64. Queries, points, features and, where it is a tensor, σ
-        have gradients: the first derivative is fused, higher ones and forward mode go through the reference; who is inside is
-        held fixed. At d = 0 the distance's subgradient is 0, and a single neighbour gives exactly zero to queries and points.
-        Every result and every gradient of a kernel is deterministic. More than 3 dimensions go through the reference; on GPUs
-        that waits for the device, and torch adds the gradients of points and features by atomics, unless told to be deterministic.
+        sums run in float32, or in float64 if an operand is float64. Queries, points, features and, if it is a tensor, σ have
+        gradients, with the neighbours held fixed: first derivatives are fused, higher ones and forward mode use the reference. At
+        d = 0 the distance's subgradient is 0, and a single neighbour contributes exactly zero to the gradients of queries and
+        points. All results and gradients of kernels are deterministic. More than 3 dimensions use the reference; on GPUs that
+        waits for the device, and torch sums the gradients of points and features with atomics unless deterministic algorithms
+        are on.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
         features: ``[N, F]`` or ``[B, N, F]``.
         radius: Greater than 0.
-        sigma: σ > 0, however small or large; of an infinite one the weights are equal. A number, a tensor ``[]`` or, for batches,
-            one ``[B]``; all segments of a ragged batch share one.
-        index: ``PointIndex.build(points)``, where points are searched more than once; changes speed and nothing else.
+        sigma: σ > 0, however small or large; infinity makes all weights equal. A number, a tensor ``[]`` or, for batches,
+            ``[B]``; all segments of a ragged batch share one.
+        index: ``PointIndex.build(points)``, for points that are searched more than once; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches, each ``[S + 1]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 

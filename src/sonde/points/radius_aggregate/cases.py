@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._search import cases as clouds
 
-SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHED}, clouds.RADIUS
+SMALL, BENCH = {**clouds.SMALL, **clouds.WEIGHTED}, clouds.RADIUS
 TARGETS = clouds.TARGETS
 
 
@@ -18,7 +18,7 @@ def make(radius: float = 1.2, **sizes) -> tuple:
 
 
 def eager(queries: Tensor, points: Tensor, features: Tensor, radius: float, sigma: float | Tensor) -> Tensor:
-    """What a user of plain PyTorch writes, for ``[M, D]``, ``[N, D]``, ``[N, F]``: a dense masked softmax, in chunks."""
+    """Plain PyTorch, for ``[M, D]``, ``[N, D]``, ``[N, F]``: a dense masked softmax, in chunks."""
     out = []
     for q in queries.split(clouds.pairs(queries.shape[0], points.shape[0])):
         distances = torch.cdist(q, points)
@@ -28,5 +28,5 @@ def eager(queries: Tensor, points: Tensor, features: Tensor, radius: float, sigm
 
 
 def count(M: int, N: int, F: int, dims: int = 3, B: int = 1, near: int = 1, **_) -> dict[str, int]:
-    """Elements that must move at least once, and features of neighbours, of which a query has about `near`."""
+    """Elements that must be read and written at least once, and features of neighbours; a query has about `near` neighbours."""
     return dict(read=B * ((M + N) * dims + N * F), written=B * M * F, taps=near * B * M * F)

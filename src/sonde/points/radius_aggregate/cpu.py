@@ -1,7 +1,7 @@
-"""``radius_aggregate`` on CPUs: one walk for every query; backwards another, and one of every point among the queries.
+"""``radius_aggregate`` on CPUs: a tree traversal per query; backward another one, and one per point over a tree of queries.
 
-A weight is exp((n − d)/σ)·s with the nearest's distance n and s = 1/Σ exp((n − d)/σ), from the same operations in every pass:
-of a single neighbour it is exactly 1, and what it gives to queries and points exactly 0.
+A weight is exp((n − d)/σ)·s with the smallest distance n and s = 1/Σ exp((n − d)/σ). Every pass computes it by the same operations,
+so that a single neighbour has a weight of exactly 1 and contributes exactly 0 to the gradients of queries and points.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .._search.arguments import named
 from .._search.cpu_rows import BLOCK, add_block, dot, falls, finite, folded, times
 
 NAMES = ("queries", "points", "features", "sigma")
-LEAP = 4.0  # widths that a point must be nearer than the one that weighs 1 before it takes that place
-SHRINK = 2.0**-40  # of weights, where a sum of features has overflowed: no sum of 2³¹ terms of up to exp(LEAP) does so then
+LEAP = 4.0  # a point must be closer than the reference distance by so many σ to replace it
+SHRINK = 2.0**-40  # scales weights after an overflow: then no sum of 2³¹ terms with weights up to exp(LEAP) overflows
 
 
 @by_threads
@@ -91,8 +91,8 @@ def weigh(
     bound,  # r²
     rate,  # [B] 1/σ
     queries,  # [B*M, 3]
-    by,  # [B*M] in which order
-    mine,  # [M] the segment of a query; empty where there is one only
+    by,  # [B*M] the order in which queries are visited
+    mine,  # [M] the segment of each query; empty if there is only one
     points,  # [B*N, 3]
     order,  # [B*N]
     boxes,  # [B*nodes, 6]
@@ -100,11 +100,11 @@ def weigh(
     nodes,
     features,  # [B*N, F]
     out,  # [B*M, F]
-    levels,  # [B*M, 2]: n and s; of an empty ball 0 and 0
+    levels,  # [B*M, 2]: n and s; 0 and 0 for an empty ball
 ):
-    """Rows `start` to `stop` of `by`, by an online softmax, a block of neighbours at a time.
+    """Rows ``by[start:stop]`` by an online softmax, a block of neighbours at a time.
 
-    Where a sum overflows though the mean does not, the row is summed once more with smaller weights.
+    A sum may overflow although the mean does not: then the row is summed again with smaller weights.
     """
     F, real = features.shape[1], out.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
@@ -144,8 +144,11 @@ def weigh(
 
 @part
 def take(n, seen, far, share, near, one, total, rate, shrink, features, row):
-    """Add a block of neighbours; `one` is the distance that weighs 1. It follows the nearest in leaps of several σ: weights that
-    were scaled down many times, by as many roundings, are too small by then to matter."""
+    """Add a block of neighbours; `one` is the reference distance, with a weight of 1.
+
+    The reference follows the smallest distance in leaps of several σ, which bounds the rounding error: weights that were
+    rescaled many times are too small to matter.
+    """
     real, begins = far.dtype.type, total == 0
     for e in range(n):
         near = min(near, far[e])
@@ -168,7 +171,7 @@ def take(n, seen, far, share, near, one, total, rate, shrink, features, row):
 
 @exact_part
 def finish(i, scale, row, out, F, again):
-    """Write a row; whether it is finite. What was, before it was summed `again`, stays as it is."""
+    """Write a row; returns whether it is finite. The second time (`again`), only non-finite elements are replaced."""
     good = True
     for c in range(0, F, LANES):
         v = folded(row, c) * scale
@@ -203,10 +206,11 @@ def pull(
     g_queries,  # [B*M, 3]
     g_widths,  # [B*M] float64
 ):
-    """Of rows `start` to `stop` of `by`: Δ, and the gradients of queries and of σ, in one walk.
+    """Δ and the gradients of queries and σ for rows ``by[start:stop]``, in one traversal.
 
-    Σ w (a − Δ) u is Σ w a u − Δ Σ w u, in float64, with a counted from the nearest point's own once that has come: where nobody
-    else has a weight, exactly nothing is left. Whenever the weights have doubled, it counts from the mean, and little cancels.
+    With a = grad · feature, Σ w (a − Δ) u is computed as Σ w a u − Δ Σ w u in float64. To limit cancellation, a is taken relative
+    to a base: that of the nearest point once it was seen (if it has all the weight, the result is exactly zero), and the current
+    mean whenever the sum of weights has doubled.
     """
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
@@ -244,7 +248,7 @@ def pull(
 
 @exact_part
 def count_from(new, base, of, with_a):
-    """Sums in which a counted from `base` are those in which it counts from another number, which is returned."""
+    """Change the base of all sums to `new`, which is returned."""
     for e in range(5):
         with_a[e] -= (new - base) * of[e]
     return new
@@ -252,7 +256,7 @@ def count_from(new, base, of, with_a):
 
 @exact_part
 def add_to(w, a, d, near, dx, dy, dz, of, with_a):
-    """Add what a neighbour has to the sums; each product with a is one of what is summed without."""
+    """Add a neighbour to the sums; those in `with_a` get a times what those in `of` get, to the bit."""
     w, d, of[0] = np.float64(w), np.float64(d), of[0] + w
     with_a[0] += a * w
     wd = w * (d - near)
@@ -267,7 +271,7 @@ def add_to(w, a, d, near, dx, dy, dz, of, with_a):
 
 @exact_part
 def apart(with_a, mean, of):
-    """Σ w a u − Δ Σ w u; of a single term exactly 0."""
+    """Σ w a u − Δ Σ w u; exactly 0 for a single term, since no FMA is used."""
     return with_a - mean * of
 
 
@@ -282,7 +286,7 @@ def push(
     points,  # [B*N, 3]
     by,  # [B*N]
     mine,  # [N]
-    queries,  # [B*M, 3] in the order of their tree
+    queries,  # [B*M, 3] in tree order
     order,  # [B*M]
     boxes,  # [B*nodes, 6]
     segments,  # [S, 4]
@@ -291,10 +295,10 @@ def push(
     grad,  # [B*M, F]
     levels,  # [B*M, 2]
     means,  # [B*M] float64
-    g_points,  # [B*N, 3]; empty where not wanted
-    g_features,  # [B*N, F]; the same
+    g_points,  # [B*N, 3]; empty if not needed
+    g_features,  # [B*N, F]; empty if not needed
 ):
-    """The gradients of points `start` to `stop` of `by`, from the queries in whose balls they are."""
+    """The gradients of points ``by[start:stop]``, summed over the queries within the radius."""
     F, real = features.shape[1], grad.dtype.type
     stack, leaves = np.empty(128, np.int64), np.empty(M // 8 + 1, np.int64)
     seen, share = np.empty(BLOCK, np.int64), np.empty(BLOCK, grad.dtype)

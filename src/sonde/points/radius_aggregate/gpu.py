@@ -1,4 +1,4 @@
-"""Triton implementation of ``radius_aggregate``: walks over rows and columns in the kernels of ``_search.gpu_ball``."""
+"""Triton implementation of ``radius_aggregate``: the kernels of ``_search.gpu_ball``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NAME = "radius_neighbors"
 
 
 class NeighborsWithin(NamedTuple):
-    """The nearest points within a radius, nearest first, and how many more there are."""
+    """The nearest points within a radius, nearest first, and how many more were cut off."""
 
     distances: Tensor
     indices: Tensor
@@ -60,7 +60,7 @@ def _prepare(queries, points, radius, k, index, batch, impl) -> tuple[shared.Sea
 
 
 def arguments(queries, points, radius, k, index=None, batch=None, impl="auto") -> tuple:
-    """Of the schema, from those of the public function."""
+    """The arguments of the registered operator, from those of the public function."""
     search, radius = _prepare(queries, points, radius, k, index, batch, impl)
     return (*search.operands(), radius, k)
 
@@ -75,7 +75,7 @@ def radius_neighbors(
     batch: shared.Batch | None = None,
     impl: Impl = "auto",
 ) -> NeighborsWithin:
-    r"""The nearest k of the points within a radius of every query: never the first found, and never waiting for the device.
+    r"""The k nearest points within a radius of every query: truly the nearest, not the first found, and no device sync.
 
     $$\{\,j : d_{ij}^2 \le r^2\,\}, \quad \text{the } k \text{ least by } (d_{ij}^2,\, j)$$
 
@@ -87,7 +87,7 @@ def radius_neighbors(
         queries: ``[M, D]`` or ``[B, M, D]``.
         points: ``[N, D]`` or ``[B, N, D]``.
         radius: Greater than 0.
-        k: How many at most; GPU kernels have up to 64.
+        k: How many at most; GPU kernels support up to 64.
         index: ``PointIndex.build(points)``; changes speed and nothing else.
         batch: ``(query_offsets, point_offsets)`` of ragged batches.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.

@@ -19,18 +19,18 @@ def make(k: int = 3, radius: float = 1.2, **sizes) -> tuple:
 
 
 def eager(queries: Tensor, points: Tensor, radius: float, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a user of plain PyTorch writes."""
+    """Plain PyTorch, as a user would write it."""
     made = []
     for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2]), -2):
-        all_of = torch.cdist(q, points)
-        d, i = all_of.topk(k, largest=False)
+        distances = torch.cdist(q, points)
+        d, i = distances.topk(k, largest=False)
         inside = d <= radius
-        more = ((all_of <= radius).sum(-1) - k).clamp(min=0)
+        more = ((distances <= radius).sum(-1) - k).clamp(min=0)
         made.append((torch.where(inside, d, torch.inf), torch.where(inside, i, -1), more))
-    distances, indices, truncated = zip(*made)
-    return torch.cat(distances, -2), torch.cat(indices, -2), torch.cat(truncated, -1)
+    near, indices, truncated = zip(*made)
+    return torch.cat(near, -2), torch.cat(indices, -2), torch.cat(truncated, -1)
 
 
 def count(M: int, N: int, k: int = 16, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
-    """Elements that must move at least once, and neighbours found at most."""
+    """Elements that must be read and written at least once, and the most neighbours that can be found."""
     return dict(read=B * (M + N) * dims, written=2 * B * M * k, taps=B * M * k)

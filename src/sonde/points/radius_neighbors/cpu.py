@@ -1,4 +1,4 @@
-"""``radius_neighbors`` on CPUs: the leaves within reach of every query, and the nearest of their points."""
+"""``radius_neighbors`` on CPUs: visit all leaves within the radius of a query and keep the nearest points."""
 
 from __future__ import annotations
 

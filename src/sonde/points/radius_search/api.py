@@ -20,7 +20,7 @@ NAME = "radius_search"
 
 
 class Ball(NamedTuple):
-    """All points within a radius: those of query i are entries ``offsets[i]`` to ``offsets[i + 1]``, nearest first."""
+    """All points within a radius: query i has entries ``offsets[i]`` to ``offsets[i + 1]``, nearest first."""
 
     offsets: Tensor
     indices: Tensor
@@ -64,7 +64,7 @@ def _prepare(queries, points, radius, index, batch, impl) -> tuple[shared.Search
 
 
 def arguments(queries, points, radius, index=None, batch=None, impl="auto") -> tuple:
-    """Of the schema, from those of the public function."""
+    """The arguments of the registered operator, from those of the public function."""
     search, radius = _prepare(queries, points, radius, index, batch, impl)
     return (*search.operands(), radius)
 
@@ -83,9 +83,9 @@ def radius_search(
     $$\{\,j : d_{ij}^2 \le r^2\,\}, \quad \text{ascending by } (d_{ij}^2,\, j)$$
 
     Convention:
-        As in :func:`knn`; r² is rounded once, to the coordinates' dtype. The size of the result depends on the data: this is the
-        one operator that waits for the device, and no CUDA graph can hold it (:func:`radius_neighbors` can be captured). Distances
-        are differentiable in queries and points.
+        As in :func:`knn`; r² is rounded once, to the coordinates' dtype. The size of the result depends on the data, so this
+        operator, and no other, waits for the device and cannot be captured in a CUDA graph (:func:`radius_neighbors` can).
+        Distances are differentiable in queries and points.
 
     Args:
         queries: ``[M, D]`` or ``[B, M, D]``.
@@ -96,8 +96,8 @@ def radius_search(
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 
     Returns:
-        ``(offsets, indices, distances)``: ``[M + 1]`` and twice as many as there are neighbours. The lists of a batch follow
-        each other, offsets are ``[B·M + 1]``, and indices count within their row's points.
+        ``(offsets, indices, distances)``: ``[M + 1]``, ``[n]`` and ``[n]`` for n neighbours in total. In a batch, offsets are
+        ``[B·M + 1]``, the lists of all rows are concatenated, and indices count within their row's points.
 
     Example:
         >>> import torch, sonde
@@ -107,6 +107,6 @@ def radius_search(
     """
     search, radius = _prepare(queries, points, radius, index, batch, impl)
     offsets, indices, distances = search.call(_radius_search, *search.operands(), radius)
-    if search.fresh is not None:  # in a graph
-        indices, distances = (shared.sound(x, search.fresh.all()) for x in (indices, distances))
+    if search.fresh is not None:  # in a compiled graph
+        indices, distances = (shared.unless_stale(x, search.fresh.all()) for x in (indices, distances))
     return Ball(offsets, indices, distances)

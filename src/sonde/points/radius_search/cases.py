@@ -18,7 +18,7 @@ def make(radius: float = 1.2, **sizes) -> tuple:
 
 
 def eager(queries: Tensor, points: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What a user of plain PyTorch writes, for ``[M, D]`` and ``[N, D]``."""
+    """Plain PyTorch, as a user would write it, for ``[M, D]`` and ``[N, D]``."""
     counts, indices, distances = [], [], []
     for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2])):
         d = torch.cdist(q, points)
@@ -34,5 +34,5 @@ def eager(queries: Tensor, points: Tensor, radius: float) -> tuple[Tensor, Tenso
 
 
 def count(M: int, N: int, dims: int = 3, B: int = 1, **_) -> dict[str, int]:
-    """Elements that must move at least once; neighbours are not known beforehand."""
+    """Elements that must be read and written at least once; the number of neighbours is not known in advance."""
     return dict(read=B * (M + N) * dims, written=B * M, taps=B * M)

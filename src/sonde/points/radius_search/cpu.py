@@ -1,7 +1,4 @@
-"""``radius_search`` on CPUs: count, then list and sort.
-
-How long its lists are is in the data. So it has two forward passes, and lists are allocated between them.
-"""
+"""``radius_search`` on CPUs: one pass counts neighbours, then lists are allocated, and a second pass fills and sorts them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _passes: CallCache[Callable] = CallCache()
 
 
 def _prepared(record: Callable[..., ByThreads], key: tuple | None, *args: Any, **how: Any) -> Callable[..., Any]:
-    """The pass that `record` makes of such arguments; `key` is that of those whose sizes are not in the data."""
+    """The bound pass that `record` makes of these arguments, cached by `key`; the key leaves out sizes that depend on the data."""
     if key is None:
         return record(*args, **how).bind()
     key = record.__name__, *how.values(), key
@@ -47,13 +44,13 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @by_threads
 def _count(*args: Any) -> Pass:
-    """The pass to the lists' offsets, and to the order in which queries go, if they were sorted."""
+    """The pass that computes the offsets of the lists and, if it sorts the queries, their order."""
     *operands, radius = args
     (B, M, _), dtype = operands[0].shape, operands[0].dtype
     p = CpuPass(dtype, named(*operands[:2], None, *operands[2:]))
     offsets = p.buffer("offsets", (B * M + 1,), torch.int64, fill=0)
-    nobody = np.empty(0, np.int64), np.empty(0, NUMPY[dtype])
-    rows = _add_within(p, radius, [Array(offsets, (B * M + 1,)), *nobody], ["offsets"])
+    no_lists = np.empty(0, np.int64), np.empty(0, NUMPY[dtype])
+    rows = _add_within(p, radius, [Array(offsets, (B * M + 1,)), *no_lists], ["offsets"])
     p.call("torch.cumsum", lambda counts: counts.cumsum_(0), [offsets])
     return p.returns(offsets, *([rows.slot] if isinstance(rows, Array) else []))
 
@@ -70,7 +67,7 @@ def _fill(*args: Any) -> Pass:
 
 
 def _add_within(p: CpuPass, radius: float, results: Sequence[Any], writes: Sequence[str]) -> Any:
-    """Returns in which order queries go."""
+    """Launch ``within``; returns the order in which it visits the queries."""
     queries, points = p.given["queries"], p.given["points"]
     assert queries is not None
     assert points is not None
@@ -90,12 +87,12 @@ def backward(grad: Tensor, *args: Any, needs: Sequence[bool], deterministic: boo
 @by_threads
 def _gradients(*args: Tensor, needs: Sequence[bool]) -> Pass:
     given = dict(zip(("queries", "points", "offsets", "grad", "distances", "indices", "slopes"), args))
-    p, of_lists = CpuPass(args[0].dtype, given), [Array(name, None) for name in ("grad", "distances", "indices", "slopes")]
-    return cpu.list_gradients(p, Array("offsets", tuple(args[2].shape)), of_lists, 0, needs)
+    p, lists = CpuPass(args[0].dtype, given), [Array(name, None) for name in ("grad", "distances", "indices", "slopes")]
+    return cpu.list_gradients(p, Array("offsets", tuple(args[2].shape)), lists, 0, needs)
 
 
 def plan(*args: Any, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    """How long the lists are is not known, nor is what they take: the plan is that of empty ones."""
+    """The lengths of the lists are unknown, so this is the plan of empty lists."""
     queries, points = args[:2]
     B, M, _ = queries.shape
     offsets, indices = (torch.empty(n, dtype=torch.int64, device="meta") for n in (B * M + 1, 0))
@@ -115,18 +112,18 @@ def within(
     N,
     bound,  # r²
     queries,  # [B*M, 3]
-    rows,  # [B*M] in which order
-    mine,  # [M] the segment of a query; empty where there is one only
+    rows,  # [B*M] the order in which queries are visited
+    mine,  # [M] the segment of each query; empty if there is only one
     points,  # [B*N, 3]
     order,  # [B*N]
     boxes,  # [B*nodes, 6]
     segments,  # [S, 4]
     nodes,
     offsets,  # [B*M + 1]
-    indices,  # [entries]; empty where they are counted first
+    indices,  # [entries]; empty in the counting pass
     distances,  # [entries]
 ):
-    """Count the neighbours of queries `start` to `stop` of `rows`, or list them."""
+    """Count or list the neighbours of queries ``rows[start:stop]``."""
     stack, leaves = np.empty(128, np.int64), np.empty(N // 8 + 1, np.int64)
     for at in range(start, stop):
         i = rows[at]
@@ -153,7 +150,7 @@ def within(
 
 @part
 def sort(d2, index):
-    """A heap's sort, ascending by (d², index)."""
+    """Heapsort, ascending by (d², index)."""
     n = d2.shape[0]
     for first in range(n // 2 - 1, -1, -1):
         sink(d2, index, first, n)

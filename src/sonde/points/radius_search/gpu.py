@@ -1,6 +1,6 @@
-"""Triton implementation of ``radius_search``: the one operator that waits for the device, to learn how long its lists are.
+"""Triton implementation of ``radius_search``: one pass counts neighbours, the host reads the total, a second fills the lists.
 
-So it has two forward passes, which count and which fill the lists, and its passes are recorded anew for each length.
+Buffer sizes depend on the total, so these passes are recorded again for every call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _count(given: dict[str, Any], radius: float) -> Pass:
-    """The pass to the lists' offsets."""
+    """The pass that computes the offsets of the lists."""
     of, p = Sides.of(given), _pass(given)
     n = of.queries.shape[0] * of.queries.shape[1] + 1
     counts = p.buffer("counts", [n], torch.int64, fill=0)
@@ -45,7 +45,7 @@ def _count(given: dict[str, Any], radius: float) -> Pass:
 
 
 def _fill(given: dict[str, Any], radius: float, total: int) -> Pass:
-    """The pass to indices and distances, given the offsets."""
+    """The pass that computes indices and distances, given the offsets."""
     of, p = Sides.of(given), _pass(given)
     squares = p.buffer("squares", [total], of.queries.dtype)
     indices, rows = p.buffer("indices", [total], torch.int64), p.buffer("rows", [total], torch.int64)
@@ -55,7 +55,7 @@ def _fill(given: dict[str, Any], radius: float, total: int) -> Pass:
 
 
 def _sorted(squares: Tensor, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """By row, then d², then index."""
+    """Indices and distances, sorted by row, then d², then index."""
     if squares.dtype == torch.float32:
         order = torch.sort((squares.view(torch.int32).long() << 32) | indices)[1]
     else:
@@ -81,7 +81,7 @@ def backward(
 
 
 def _gradients(given: dict[str, Tensor], needs: Sequence[bool]) -> Pass:
-    """The pass that sums over the lists: those of each query as they are, those of each point sorted by it."""
+    """The pass that sums over the lists: by query as they are, and sorted by point."""
     queries, points, total = given["queries"], given["points"], given["keys"].shape[0]
     (B, M, D), N, found = queries.shape, points.shape[1], []
     p = Pass(queries.device, accumulator(queries), given)
@@ -97,7 +97,7 @@ def _gradients(given: dict[str, Tensor], needs: Sequence[bool]) -> Pass:
 
 
 def plan(*args: Any, needs: Sequence[bool], deterministic: bool) -> list[Kernel]:
-    """How long the lists are is not known, nor is what they take: the plan is that of a short one, without its bytes."""
+    """The lengths of the lists are unknown, so this is the plan of a short list, without workspace sizes."""
     *operands, radius = args
     given, total = named(*operands[:2], None, *operands[2:]), pairs.CHUNK
     (B, M, _), device = operands[0].shape, "meta"

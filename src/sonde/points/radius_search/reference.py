@@ -1,4 +1,4 @@
-"""What ``radius_search`` means, in plain PyTorch."""
+"""The definition of ``radius_search``, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._search.reference import distances, nearest
 
 
 def radius_search(queries: Tensor, points: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *_index, query_offsets, point_offsets, radius = rest  # an index changes nothing
+    *_index, query_offsets, point_offsets, radius = rest  # the index only changes speed
     indices, count = nearest(queries, points, query_offsets, point_offsets, None, radius * radius)
     found = indices >= 0
     offsets = torch.nn.functional.pad(count.flatten().cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""A hash of points' bits: it tells an index whether its points were written since, however that was done."""
+"""A hash of the bits of points, by which an index detects that they were written to after it was built."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ _point_hash = operator(
 
 
 def point_hash(points: Tensor, *, impl: str) -> Tensor:
-    """``[B]`` of canonical points ``[B, N, D]``; the same number whoever computes it."""
+    """Canonical points ``[B, N, D]`` → ``[B]``; all implementations return the same."""
     return _point_hash(points.detach(), impl=impl)

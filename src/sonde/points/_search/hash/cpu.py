@@ -1,4 +1,4 @@
-"""The hash of points on CPUs: a pass over their bits."""
+"""The hash of points on CPUs: one pass over their bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....op.cpu import array, jit
 from ....op.cpu_steps import Array, CpuPass, by_threads
 from .reference import START, STEP, bits_of
 
-PIECE = 2**15  # coordinates
+PIECE = 2**15  # coordinates per task
 
 
 @by_threads
@@ -40,7 +40,7 @@ def add(
     bits,  # [B*n]
     parts,  # [B*pieces]
 ):
-    """Pieces `start` to `stop`."""
+    """Partial sums of pieces `start` to `stop`."""
     for piece in range(start, stop):
         b, first = piece // pieces, piece % pieces * PIECE
         total = np.int64(0)

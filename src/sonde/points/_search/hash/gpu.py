@@ -1,4 +1,4 @@
-"""The hash of points on GPUs: one pass over their bits. Integers that wrap around add up to the same in any order."""
+"""The hash of points on GPUs: one pass over their bits. Wrapping integer sums do not depend on the order of the atomics."""
 
 from __future__ import annotations
 

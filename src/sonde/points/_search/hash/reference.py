@@ -1,4 +1,4 @@
-"""What the hash of points is, in plain PyTorch."""
+"""The definition of the hash of points, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 STEP = -7046029254386353131  # 2⁶⁴ over the golden ratio, odd
-START = 0x5DEECE66D  # wider than 32 bits, to which a compiled graph would narrow the numbers of places before they meet STEP
+START = 0x5DEECE66D  # wider than 32 bits: otherwise torch.compile narrows the positions to int32 before they are multiplied
 
 
 def point_hash(points: Tensor) -> Tensor:
-    """``[B]`` of ``[B, N, D]``: Σ w_i·bits_i over a row's coordinates, in 64-bit integers that wrap around.
+    """``[B, N, D]`` → ``[B]``: Σ w_i·bits_i over all coordinates of a row, in wrapping 64-bit integers, in any order.
 
-    Weights are odd, so that no change of one coordinate goes unseen, and follow no pattern of places, so that no exchange of
-    some does. The sum has the same value in any order.
+    Weights are odd, so that a change of one coordinate always changes the hash, and mixed from the position, so that swapped
+    coordinates do, too.
     """
     bits = bits_of(points).flatten(1)
     place = (torch.arange(1, bits.shape[1] + 1, device=points.device) ^ START) * STEP
@@ -21,6 +21,6 @@ def point_hash(points: Tensor) -> Tensor:
 
 
 def bits_of(points: Tensor) -> Tensor:
-    """Coordinates as integers; half precision as float32 has it, which is as many different numbers."""
+    """The bits of coordinates as integers; half precision is converted to float32 first, which is exact."""
     points = points.detach()
     return points.view(torch.int64) if points.dtype == torch.float64 else points.float().view(torch.int32)

@@ -53,10 +53,10 @@ def build(points: Tensor, point_offsets: Tensor | None, impl: str) -> tuple[Tens
 
 
 class Memory:
-    """Where points lie, in which layout, and how often they were written; keeps nothing alive."""
+    """Identifies the memory of points: storage, address, strides and version counter. Keeps nothing alive."""
 
     def __init__(self, points: Tensor):
-        self.storage = weakref.ref(points.untyped_storage())  # once it is gone, its address may be that of other points
+        self.storage = weakref.ref(points.untyped_storage())  # once it is freed, its address may be reused
         self.state = self.now(points)
 
     @staticmethod
@@ -64,23 +64,23 @@ class Memory:
         return points.data_ptr(), points.stride(), version(points)
 
     def holds(self, points: Tensor) -> bool:
-        """Whether `points`, of the same shape and dtype, are these elements, unwritten."""
+        """Whether `points`, of the same shape and dtype, are the same memory and were not written to since."""
         return self.storage() is points.untyped_storage() and self.state == self.now(points)
 
     def __deepcopy__(self, _memo: dict) -> Memory:
         return self
 
     def __reduce__(self) -> tuple:
-        return _elsewhere, ()
+        return _unknown_memory, ()
 
 
-def _elsewhere() -> Memory:
-    """That of a pickled index: whichever points it is used with, they were moved."""
+def _unknown_memory() -> Memory:
+    """The memory of an unpickled index: matches no points, which have certainly moved."""
     return Memory(torch.empty(0, device="cpu"))
 
 
 def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
-    """The tensor whose memory these points are, as far as that can be known, and the levels of ``torch.vmap`` that map them."""
+    """The plain tensor behind `points`, or None if it is traced or mapped, and the ``torch.vmap`` levels that map it."""
     levels: set[int] = set()
     if torch.compiler.is_compiling():
         return None, levels
@@ -90,16 +90,16 @@ def _seen(points: Tensor) -> tuple[Tensor | None, set[int]]:
 
 
 def _planned() -> bool:
-    """Whether a plan is made, for which nothing is launched."""
+    """Whether only a plan is being recorded, so that nothing may be launched."""
     return not torch.compiler.is_compiling() and plan.recording()
 
 
 def _hash_of(points: Tensor, impl: str) -> Tensor:
-    """Of the caller's points, ``[B]``."""
+    """The hash ``[B]`` of the caller's points."""
     seen = _seen(points)[0]
     if seen is None:
         return point_hash(_rows(points), impl=impl)
-    return outside_of_transforms(lambda x: point_hash(_rows(x), impl=impl), seen)  # no transform is to wrap what is only compared
+    return outside_of_transforms(lambda x: point_hash(_rows(x), impl=impl), seen)  # it is only compared, so must not be wrapped
 
 
 def _rows(points: Tensor) -> Tensor:
@@ -107,14 +107,14 @@ def _rows(points: Tensor) -> Tensor:
 
 
 class PointIndex(NamedTuple):
-    """Points sorted along a curve, with boxes around what lies together: built once, used by many calls.
+    """A spatial index: points sorted so that neighbours are close in memory, with bounding boxes. Build it once, use it often.
 
-    It serves every radius, every k, forward and backward of the points it was built from; passing it changes no bit of a
-    result. Count, dimension, dtype and device are compared with those of the points that it is used with, and so are,
-    outside of ``torch.compile``, their memory, its layout and its version: after an optimiser's step it must be built again.
-    What no version counts (writes through ``.data``, NumPy or on inference tensors) shows in a hash of the points' bits: on CPUs,
-    and in ``radius_search``, the call raises; on GPUs and in compiled graphs, where nothing may wait, indices are −1, counts −1,
-    and distances, sums and gradients NaN. For points that ``torch.vmap`` maps it is built inside of the function that is mapped.
+    It works for every radius and every k, forward and backward, on the points it was built from; passing it changes no bit of
+    a result. A call checks that shape, dtype and device are those of its points and, outside of ``torch.compile``, that the
+    memory, strides and version counter are the same: after an optimiser step, build the index again. Writes that the version
+    counter misses (through ``.data``, NumPy, or on inference tensors) are detected by a hash of the points' bits. On CPUs, and
+    in ``radius_search``, the call then raises; on GPUs and in compiled graphs, where checking would sync, indices and counts are
+    −1, and distances, sums and gradients NaN. For points mapped by ``torch.vmap``, build the index inside the mapped function.
 
     Example:
         >>> import torch, sonde
@@ -127,9 +127,9 @@ class PointIndex(NamedTuple):
     order: Tensor  # [B, N] int32
     sorted: Tensor  # [B, N, D]
     boxes: Tensor  # [B, nodes, 2, D]
-    hash: Tensor  # [B] int64, of the points' bits as the caller has them
-    offsets: Tensor | None  # of ragged points
-    shape: tuple[int, ...]  # the rest describes the points
+    hash: Tensor  # [B] int64, of the caller's points
+    offsets: Tensor | None  # [S + 1], if the points are ragged
+    shape: tuple[int, ...]  # of the caller's points, like dtype and memory
     dtype: torch.dtype
     memory: Memory | None
     impl: str
@@ -139,7 +139,7 @@ class PointIndex(NamedTuple):
 
     @staticmethod
     def build(points: Tensor, *, batch: Tensor | Sequence[int] | None = None, impl: Impl = "auto") -> PointIndex:
-        """The index of points ``[N, D]`` or ``[B, N, D]``; `batch` are the offsets ``[S + 1]`` of ragged ones."""
+        """Build the index of points ``[N, D]`` or ``[B, N, D]``; for ragged points, `batch` has the offsets ``[S + 1]``."""
         batched = isinstance(points, Tensor) and points.ndim == 3
         n = checks.shapes(NAME, points=(points, "B N D" if batched else "N D"))
         if n["D"] == 0:
@@ -156,7 +156,7 @@ class PointIndex(NamedTuple):
         return PointIndex(*made, bits, segments, tuple(points.shape), points.dtype, memory, chosen)
 
     def checked(self, name: str, points: Tensor, dtype: torch.dtype, offsets: Tensor | None) -> PointIndex | None:
-        """Itself, if it was built from `points`; else an error. None where its numbers are not those of the search."""
+        """Raises unless the index was built from `points`; None if its dtype is not the one that the search uses."""
         if not isinstance(self, PointIndex):
             raise TypeError(f"{name}: index must be a PointIndex; got {type(self).__name__}. Use PointIndex.build(points)")
         for what, mine, theirs in (
@@ -187,9 +187,9 @@ class PointIndex(NamedTuple):
         return self if self.sorted.dtype == dtype else None
 
     def fresh(self, name: str, points: Tensor, waits: bool) -> Tensor | None:
-        """Whether `points` have the bits that it was built from: None if so, an error if not, as far as anyone can look now.
+        """Compare the hash of `points` with the one at build time: returns None if they match, raises if they do not.
 
-        Elsewhere, and on a GPU unless the caller `waits` for it anyway, a tensor ``[B]`` says so.
+        If the host cannot read it (tracing, mapping, or a GPU, unless the caller `waits` for it anyway), returns a tensor ``[B]``.
         """
         if _planned():
             return None

@@ -1,4 +1,4 @@
-"""Labelled inputs of ``PointIndex``: clouds of the searches."""
+"""Labelled inputs of ``PointIndex``: the point clouds of the searches."""
 
 from __future__ import annotations
 

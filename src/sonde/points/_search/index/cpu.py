@@ -1,4 +1,4 @@
-"""The index on CPUs: a balanced tree of boxes, split where they are widest."""
+"""The index on CPUs: a balanced tree of boxes, each split along its longest axis."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ....op.layout import outline
 from .. import cpu_tree as trees
 from .reference import nodes
 
-SUBTREES = 16  # that threads share, of a tree of more than so many points
-MANY = 4096
+MANY = 4096  # from so many points on, threads share the work of a tree:
+SUBTREES = 16  # subtrees, after their parents were split level by level
 
 
 class Built(NamedTuple):
-    """Slots of an index, and how many nodes its trees have."""
+    """Slots of an index, and the number of its boxes."""
 
     order: str  # [B, N]
     ordered: str  # [B, N, D]
@@ -35,7 +35,7 @@ def forward_pass(points: Tensor, point_offsets: Tensor | None) -> Pass:
 
 
 def add_index(p: CpuPass, points: str, offsets: str, writes: list[str]) -> Built:
-    """The steps to the index of the argument `points`, whose ragged batch the argument `offsets` describes."""
+    """Steps that build the index of the argument `points`, ragged if the argument `offsets` is given."""
     x, ends = p.given[points], p.given[offsets]
     assert x is not None
     B, N, D = x.shape
@@ -47,7 +47,7 @@ def add_index(p: CpuPass, points: str, offsets: str, writes: list[str]) -> Built
     boxes = p.buffer("boxes", (B, count, 2, D), x.dtype, fill=torch.inf)
     rows = Array(ordered, (B * N, D))
     args = segments, N, count, Array(order, (B * N,)), rows, Array(boxes, (B * count, 2, D))
-    levels = SUBTREES.bit_length() - 1 if N > MANY else 0  # the first of them one after the other
+    levels = SUBTREES.bit_length() - 1 if N > MANY else 0
     p.run(finite, B * N, [rows], grain=2**14, accumulator=x.dtype)
     for level in range(levels):
         p.run(split, B * S << level, [level, level + 1, *args], accumulator=x.dtype)
@@ -57,7 +57,7 @@ def add_index(p: CpuPass, points: str, offsets: str, writes: list[str]) -> Built
 
 
 def add_segments(p: CpuPass, offsets: str, N: int) -> Any:
-    """``[S, 4]``, as kernels take it; read from the offsets of a ragged batch by each call."""
+    """Segments ``[S, 4]`` for kernels; each call reads them from the offsets of a ragged batch."""
     if p.given[offsets] is None:
         return trees.segments(None, N)
     return p.view("segments", offsets, lambda ends: trees.segments(ends, N))  # type: ignore[arg-type, return-value]
@@ -65,7 +65,7 @@ def add_segments(p: CpuPass, offsets: str, N: int) -> Any:
 
 @jit
 def finite(start, stop, points):  # [B*N, D]
-    """A point that is not finite goes to infinity, where nobody finds it."""
+    """Move non-finite points to infinity, where no search finds them."""
     for j in range(start, stop):
         good = True
         for d in range(points.shape[1]):
@@ -78,8 +78,8 @@ def finite(start, stop, points):  # [B*N, D]
 def split(
     start,
     stop,
-    level,  # of the nodes that are split, and so are those below them
-    end,  # before this level
+    level,  # nodes of this level are split, and their children
+    end,  # up to this level
     segments,  # [S, 4]
     N,
     nodes,
@@ -87,7 +87,7 @@ def split(
     points,  # [B*N, D]
     boxes,  # [B*nodes, 2, D]
 ):
-    """Find the boxes of nodes `start` to `stop` of all trees, and bring their points into the order of the halves."""
+    """Compute the boxes of nodes `start` to `stop` of all trees, and partition their points into the two children."""
     stack = np.empty(128, np.int64)
     S = segments.shape[0]
     for task in range(start, stop):
@@ -116,7 +116,7 @@ def split(
 
 @part
 def enclose(points, low, high, boxes, node):
-    """The box of finite points, and along which axis it is longest."""
+    """Store the box of a node's finite points; returns its longest axis."""
     widest, width = 0, points.dtype.type(-1)
     for d in range(points.shape[1]):
         a, b = points.dtype.type(np.inf), points.dtype.type(-np.inf)
@@ -132,7 +132,7 @@ def enclose(points, low, high, boxes, node):
 
 @part
 def select(points, order, low, high, middle, d):
-    """Bring the least of points `low` to `high` along axis d before `middle`, the others after it."""
+    """Quickselect along axis d: partition points `low` to `high` so that the smallest come before `middle`."""
     high -= 1
     while low < high:
         a, b, c = points[low, d], points[(low + high) // 2, d], points[high, d]

@@ -1,8 +1,8 @@
-"""The index of a cloud on a GPU: points sorted along a Hilbert curve, and the boxes of 32, 1024 and 32768 that follow each other.
+"""The index on a GPU: points sorted along a Hilbert curve, with boxes of 32, 1024 and 32768 consecutive points.
 
-Nothing waits for the host: sizes depend on the number of points alone. ``boxes`` has the leaves, then the boxes of 32 leaves, then,
-where there are more points than ``FLAT``, those of 1024; then, for each leaf, the place on the curve where it starts; at the
-very end, where the curve lies. A point that is not finite comes last and is in no box.
+All sizes depend only on the number of points, so nothing waits for the host. ``boxes`` holds the leaves, then the boxes of 32
+leaves, then, for more than ``FLAT`` points, those of 1024 leaves; then, for each leaf, the curve position of its first point; the
+last box holds the origin and scale of the curve. Non-finite points come last and are in no box.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ....jit.launch import Launch, cdiv
 from ....jit.steps import Pass
 from .reference import nodes
 
-LEAF = tl.constexpr(32)  # points of a leaf, leaves of a box, boxes of a larger one: as many as an int32 has bits
-FLAT = tl.constexpr(1 << 17)  # points up to which two levels do
-SAMPLE = tl.constexpr(64)  # points that say where a cloud is and how wide
-NOWHERE = tl.constexpr(1 << 30)  # a place behind the curve, which has as many
+LEAF = tl.constexpr(32)  # points per leaf, leaves per box, boxes per larger box: the number of bits of an int32
+FLAT = tl.constexpr(1 << 17)  # up to so many points, two levels are enough
+SAMPLE = tl.constexpr(64)  # points from which the centre and width of a cloud are estimated
+NOWHERE = tl.constexpr(1 << 30)  # one past the last position of the curve
 BLOCK = 512
 
 
@@ -37,7 +37,7 @@ def levels(n: int) -> Levels:
 
 
 def build(points: Tensor, point_offsets: Tensor | None) -> Pass:
-    """The pass from points ``[B, N, D]`` to order ``[B, N]``, sorted ``[B, N, D]`` and boxes ``[B, nodes, 2, D]``."""
+    """The pass from points ``[B, N, D]`` to order ``[B, N]``, sorted points ``[B, N, D]`` and boxes ``[B, nodes, 2, D]``."""
     (B, N, D), count = points.shape, levels(points.shape[1])
     p = Pass(points.device, points.dtype, dict(points=points, point_offsets=point_offsets))
     S = 0 if point_offsets is None else point_offsets.shape[0] - 1
@@ -66,13 +66,13 @@ def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sort_scratch(key: int) -> int:
-    """Bytes that ``torch.sort`` takes for itself for each key of that size: numbers to begin with, buffers of keys and numbers."""
+    """Bytes that ``torch.sort`` allocates per key of `key` bytes: initial indices, and buffers of keys and indices."""
     return 8 + (key + 8)
 
 
 @triton.jit
 def coordinates(points, i, there, D: tl.constexpr):
-    """x, y, z of points i of ``[N, D]``; what a cloud of fewer dimensions lacks is zero, what is not there is NaN."""
+    """x, y, z of points i of ``[N, D]``; missing dimensions are 0, masked points NaN."""
     x = tl.load(points + i * D, mask=there, other=float("nan"))
     y, z = tl.zeros_like(x), tl.zeros_like(x)
     if D > 1:
@@ -89,7 +89,7 @@ def finite(x, y, z):
 
 @triton.jit
 def segment_of(i, offsets, S):
-    """The segment of i: how many of the S + 1 offsets are at or before it, less one; before all it is −1, behind the last S."""
+    """The segment of i by binary search; −1 before the first offset, S from the last one on."""
     s = tl.zeros_like(i)  # one more than the segment
     step = 1
     while step < S + 1:
@@ -116,7 +116,7 @@ def put_box(box, x0, y0, z0, x1, y1, z1, there, D: tl.constexpr):
 
 @triton.jit
 def get_box(boxes, i, there, D: tl.constexpr):
-    """Both corners of boxes i of ``[nodes, 2, D]``; one that is not there is empty."""
+    """Both corners of boxes i of ``[nodes, 2, D]``, NaN if masked."""
     x0, y0, z0 = coordinates(boxes, 2 * i, there, D)
     x1, y1, z1 = coordinates(boxes, 2 * i + 1, there, D)
     return x0, y0, z0, x1, y1, z1
@@ -135,9 +135,9 @@ def _codes(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Places on a curve through a cube around most points, where the others are, too, at the rim; not finite ones come last.
+    """Sort keys: positions on a curve through a cube around most points. Non-finite points come last.
 
-    A sample tells where most are. So an outlier takes no room from the rest, however far away it is.
+    The cube is estimated from a sample and outliers are compressed into its rim, so they take no resolution from the rest.
     """
     b, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
     cloud, curve = points + b * N * D, boxes + (b * NODES + NODES - 1) * (2 * D)
@@ -168,7 +168,7 @@ def _codes(
 
 @triton.jit
 def code_of(x, y, z, curve, D: tl.constexpr):
-    """Places of queries on the curve of a cloud."""
+    """Positions of queries on the curve of a cloud."""
     scale = tl.load(curve + D)
     live = finite(x, y, z)
     u = cell(x, tl.load(curve), scale, live, D)
@@ -182,7 +182,7 @@ def code_of(x, y, z, curve, D: tl.constexpr):
 
 @triton.jit
 def code_at(codes, there):
-    """Places where leaves start, which are kept as bits of floating-point numbers."""
+    """Load curve positions, which are stored as the bits of floating-point numbers."""
     code = tl.load(codes, mask=there, other=0)
     if code.dtype == tl.float64:
         return code.to(tl.int64, bitcast=True).to(tl.int32)
@@ -200,7 +200,7 @@ def put_code(codes, code, there):
 
 @triton.jit
 def middle(x, live):
-    """A value in the middle of those that are live, and half the width of most of them."""
+    """The median of the live values, and half the distance between their 10th and 90th percentile."""
     i = tl.arange(0, SAMPLE)
     x = tl.where(live, x, float("inf"))
     before = (x[None, :] < x[:, None]) | ((x[None, :] == x[:, None]) & (i[None, :] < i[:, None]))
@@ -213,8 +213,8 @@ def middle(x, live):
 
 @triton.jit
 def cell(x, x0, scale, live, D: tl.constexpr):
-    """Evenly spaced within one and a half widths, ever wider outside."""
-    CELLS: tl.constexpr = 1 << (24 if D == 1 else 30 // D)  # more than 24 bits are not in a float32
+    """The cell of a coordinate: evenly spaced within 1.5 widths of the centre, wider and wider outside."""
+    CELLS: tl.constexpr = 1 << (24 if D == 1 else 30 // D)  # a float32 has 24 bits
     t = tl.where(live, x - x0, 0.0) * scale
     far = tl.maximum(tl.abs(t) - 1.5, 0.0)
     u = tl.minimum(tl.abs(t), 1.5) + (1.0 - 1.0 / (1.0 + far))
@@ -224,16 +224,16 @@ def cell(x, x0, scale, live, D: tl.constexpr):
 
 @triton.jit
 def hilbert(u, v, w, D: tl.constexpr):
-    """Skilling's transposed code of the cell (u, v, w), its bits woven together; the first D axes count."""
-    B: tl.constexpr = 30 // D  # bits of an axis
+    """The Hilbert index of cell (u, v, w), by Skilling's algorithm, with the bits interleaved; uses the first D axes."""
+    B: tl.constexpr = 30 // D  # bits per axis
     if D == 1:
         code = u
     else:
         for t in tl.static_range(B - 1):
             u = flipped(u, u, B - 1 - t)
-            u, v = turn(u, v, B - 1 - t)
+            u, v = rotate(u, v, B - 1 - t)
             if D > 2:
-                u, w = turn(u, w, B - 1 - t)
+                u, w = rotate(u, w, B - 1 - t)
         v = v ^ u
         last = v
         if D > 2:
@@ -253,13 +253,13 @@ def hilbert(u, v, w, D: tl.constexpr):
 
 @triton.jit
 def flipped(u, v, BIT: tl.constexpr):
-    """u, the bits below BIT inverted where v has that bit."""
+    """u with the bits below BIT inverted where v has bit BIT."""
     return tl.where(((v >> BIT) & 1) != 0, u ^ ((1 << BIT) - 1), u)
 
 
 @triton.jit
-def turn(u, v, BIT: tl.constexpr):
-    """Invert the bits of u below BIT if v has that bit, else exchange them with those of v."""
+def rotate(u, v, BIT: tl.constexpr):
+    """Where v has bit BIT, invert the bits of u below it; elsewhere, swap them with those of v."""
     same = ((v >> BIT) & 1) == 0
     low = (u ^ v) & ((1 << BIT) - 1)
     return tl.where(same, u ^ low, u ^ ((1 << BIT) - 1)), tl.where(same, v ^ low, v)
@@ -269,8 +269,8 @@ def turn(u, v, BIT: tl.constexpr):
 def _leaves(
     points,  # [B, N, D]
     keys,  # [B, N], sorted
-    place,  # [B, N], of the point that comes i-th, in 64 bits
-    order,  # [B, N], in 32
+    place,  # [B, N], int64 indices of the sorted points
+    order,  # [B, N], the same in int32
     ordered,  # [B, N, D]
     boxes,  # [B, NODES, 2, D]
     N,
@@ -280,7 +280,7 @@ def _leaves(
     NODES,
     D: tl.constexpr,
 ):
-    """1024 points in their order, the boxes of their leaves, and the box of these."""
+    """Gather 1024 points in sorted order, and compute the boxes of their 32 leaves and the box of all."""
     b, box = (tl.program_id(0) // BOXES).to(tl.int64), tl.program_id(0) % BOXES
     leaf = box * LEAF + tl.arange(0, LEAF)
     j = (leaf[:, None] * LEAF + tl.arange(0, LEAF)[None, :]).to(tl.int64)
@@ -316,7 +316,7 @@ def _tops(
     NODES,
     D: tl.constexpr,
 ):
-    """The box of 32 boxes of 32 leaves."""
+    """Compute the box of 32 boxes of 32 leaves."""
     b, top = (tl.program_id(0) // TOPS).to(tl.int64), tl.program_id(0) % TOPS
     row = boxes + b * NODES * (2 * D)
     i = top * LEAF + tl.arange(0, LEAF)

@@ -1,4 +1,4 @@
-"""What an index is, in plain PyTorch: the points in an order of its own, those that are not finite last, and boxes around them."""
+"""The definition of an index, in plain PyTorch: points in some order, non-finite ones last, and their bounding boxes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def nodes(N: int, segments: int) -> int:
-    """How many boxes an index has room for: leaves of 16 points and all levels above them, segment by segment."""
+    """An upper bound of the number of boxes: leaves of 16 points and all levels above them, for every segment."""
     return N // 4 + segments + 4
 
 
 def point_index(points: Tensor, point_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Without levels: one box, around everything."""
+    """The simplest index: a single box around everything."""
     B, N, D = points.shape
     finite = points.isfinite().all(-1)
     order = (~finite).to(torch.int32).sort(dim=-1, stable=True).indices
