@@ -68,7 +68,8 @@ def test_results_become_tables(tmp_path, capsys):
     short, full = text.split("between")
     assert short.startswith("before\n<!-- results:begin -->\n")
     assert "stale" not in text
-    assert "| `sample_sum` | large | 1.00 / 8.00 | **8.0×** | 1.00 / 8.00 | **8.0×** | 10.0 / 100 | 3.0e-07 |" in short
+    assert "| `sample_sum` | large | 8.0× | 8.0× | 10.0× less |" in short
+    assert "| large | float32, contiguous | 1.00 / 8.00 | **8.0×** | 1.00 / 8.00 | **8.0×** | 10.0 / 100 | 3.0e-07 |" in full
     assert "NVIDIA H200" in short
     assert "bfloat16" not in short
     assert "bfloat16" in full
