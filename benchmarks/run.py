@@ -3,7 +3,8 @@
 A file holds one record per operator, implementation, dtype and layout; a new run replaces the records it measures again and
 leaves the others. Wrong results are reported and never kept. The options are those of ``sonde bench``; forward and backward
 are always measured. Beside a GPU the host is in one state or another for seconds on end, and short calls are mostly the host's:
-with ``--again`` all calls are timed in so many more rounds, and the least of each counts.
+with ``--again`` all calls are timed in so many more rounds, and the least of each counts. With ``--check`` nothing is kept: what
+is more than 5 % slower than its record of this device is named, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sonde.cli.environment import slug
 from sonde.cli.protocol import again
 
 RESULTS = Path(__file__).parent / "results"
+SLOWER = 1.05  # times the record
 
 
 def main() -> int:
@@ -27,6 +29,7 @@ def main() -> int:
     parser.set_defaults(backward=True)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--again", type=int, default=0, metavar="N", help="rounds in which all calls are timed once more")
+    parser.add_argument("--check", action="store_true", help="keep nothing; name what is more than 5 %% slower than its record")
     options = parser.parse_args()
     try:
         jobs = bench.jobs(options)
@@ -35,16 +38,42 @@ def main() -> int:
     records = []
     for record in bench.measured(jobs):
         records.append(record)
-        if record["correct"]:
+        if record["correct"] and not options.check:
             keep(record, options.out)
-        print(record["operator"], record["case"], "kept" if record["correct"] else "WRONG", file=sys.stderr, flush=True)
+        done = "measured" if options.check else "kept"
+        print(record["operator"], record["case"], done if record["correct"] else "WRONG", file=sys.stderr, flush=True)
     for _ in range(options.again):
         for job, record in zip(jobs, records):
             if record["correct"]:
                 again(job, record)
-                keep(record, options.out)
+                if not options.check:
+                    keep(record, options.out)
     bench.show(records)
-    return 0 if all(record["correct"] for record in records) else 1
+    slow = [line for record in records if record["correct"] for line in slower(record, options.out)] if options.check else []
+    for line in slow:
+        print(line)
+    return 0 if all(record["correct"] for record in records) and not slow else 1
+
+
+def slower(record: dict, results: Path) -> list[str]:
+    """What got slower than the record of the same kind: device time on GPUs; on CPUs the speed-up, as milliseconds mean nothing."""
+    name = " ".join([record["operator"], record["case"], *kind(record)[1:]])
+    file = results / slug(record["environment"]) / f"{record['case']}.json"
+    known = [r for r in json.loads(file.read_text()) if kind(r) == kind(record)] if file.exists() else []
+    if not known:
+        print(f"{name}: no record of this device to compare with", file=sys.stderr)
+        return []
+    found = []
+    for phase in ("forward", "forward_backward"):
+        if record["environment"]["kind"] == "cuda":
+            before, now = (r["figures"]["sonde"].get(phase, {}).get("graph_ms") for r in (known[0], record))
+            ratio, unit = (now / before if before and now else None), " ms"
+        else:
+            before, now = (bench.ratio(r, "eager", phase, "call_ms") for r in (known[0], record))
+            ratio, unit = (before / now if before and now else None), "× eager's speed"
+        if ratio and ratio > SLOWER:
+            found.append(f"SLOWER: {name}, {phase}: {before:.3g} -> {now:.3g}{unit}, {100 * (ratio - 1):.0f} % slower")
+    return found
 
 
 def keep(record: dict, results: Path) -> None:

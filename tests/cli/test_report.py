@@ -68,7 +68,8 @@ def test_results_become_tables(tmp_path, capsys):
     short, full = text.split("between")
     assert short.startswith("before\n<!-- results:begin -->\n")
     assert "stale" not in text
-    assert "| `sample_sum` | large | 1.00 / 8.00 | **8.0×** | 1.00 / 8.00 | **8.0×** | 10.0 / 100 | 3.0e-07 |" in short
+    assert "| `sample_sum` | large | 8.0× | 8.0× | 10.0× less |" in short
+    assert "| large | float32, contiguous | 1.00 / 8.00 | **8.0×** | 1.00 / 8.00 | **8.0×** | 10.0 / 100 | 3.0e-07 |" in full
     assert "NVIDIA H200" in short
     assert "bfloat16" not in short
     assert "bfloat16" in full
@@ -76,3 +77,30 @@ def test_results_become_tables(tmp_path, capsys):
     assert report.main([*argv, "--check"]) == 0
     assert report.main(argv) == 0
     assert page.read_text() == text
+
+
+def _on_cpu(ms: float, eager: float) -> dict:
+    record = _record("sample_sum", "large")
+    record["environment"] = record["environment"] | dict(kind="cpu", device="Some CPU")
+    for phase in ("forward", "forward_backward"):
+        record["figures"]["sonde"][phase]["call_ms"] = ms
+        record["figures"]["eager"][phase]["call_ms"] = eager
+    return record | dict(speedup=protocol._speedups(record["figures"]))
+
+
+def test_check_names_what_got_slower(tmp_path, capsys):
+    """Device time on GPUs, the ratio to eager on CPUs, and a machine without records is said to have none."""
+    run = script("run")
+    assert run.slower(_record("sample_sum", "large"), tmp_path) == []
+    assert "no record of this device" in capsys.readouterr().err
+    run.keep(_record("sample_sum", "large"), tmp_path)
+    for ms, names in ((1.04, 0), (1.06, 1)):
+        new = _record("sample_sum", "large")
+        new["figures"]["sonde"]["forward"] = new["figures"]["sonde"]["forward"] | dict(graph_ms=ms)
+        assert len(run.slower(new, tmp_path)) == names
+    run.keep(_on_cpu(2.0, 10.0), tmp_path)
+    assert run.slower(_on_cpu(4.0, 20.0), tmp_path) == []  # the machine is slower, not we
+    assert [line.split(",")[1].split(":")[0] for line in run.slower(_on_cpu(2.0, 9.0), tmp_path)] == [
+        " forward",
+        " forward_backward",
+    ]
