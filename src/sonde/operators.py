@@ -236,12 +236,12 @@ class Operator:
 
     @property
     def sees_nowhere(self) -> bool:
-        """No argument says where to look, so there is nothing that it could miss."""
+        """It has no positions, so no position can be outside."""
         return not self.places
 
     @property
     def lists(self) -> bool:
-        """Whether it lists neighbours, and takes an index and a batch of them."""
+        """True if it lists neighbours, and so accepts a `PointIndex` and ragged batches."""
         return bool(self.searched)
 
 

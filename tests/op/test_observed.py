@@ -18,6 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from op.calls import CALLS, WAITS, Call, value_and_gradients
 
+pytest.importorskip(
+    "numba", reason="without Numba, a call on CPU tensors is the reference in plain PyTorch: there is no operator to see"
+)
+
 EACH = pytest.mark.parametrize("name", CALLS)
 OF_ONE_SIZE = pytest.mark.parametrize("name", [name for name in CALLS if name not in WAITS])
 KINDS = pytest.mark.parametrize("gradients", [False, True], ids=["value", "gradients"])
