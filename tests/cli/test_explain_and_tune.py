@@ -324,7 +324,7 @@ def test_interruption_keeps_what_was_found(capsys, quick, monkeypatch, swallowed
     assert signal.getsignal(signal.SIGINT) is before
     assert not _listeners
     key = {w.key.kernel: w.key for w in open_store().winners()}["grid.rows"]
-    assert open_store().claim(key, "another", 1)  # nobody holds it any more
+    assert open_store().claim(key, "another", 1)  # the lease was released
 
 
 @interpreted

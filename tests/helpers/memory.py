@@ -1,4 +1,4 @@
-"""Memory that tells on its users: layouts of any kind, red zones around inputs, poisoned and fenced outputs, what is allocated."""
+"""Memory that exposes wrong accesses: any layout, red zones around inputs, poisoned and fenced outputs; and what is allocated."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_launches_nothing(operator, target, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_accumulator(operator, target, dtype):
-    """A sum that float32 loses and float64 keeps tells which of them the kernels add in, and the plan says the same."""
+    """A sum that is exact in float64 and not in float32 shows which of them the kernels add in; the plan says the same."""
     args = leaves(made(operator, target, dtype=dtype))
     plan = sonde.explain(operator.call(target), *args)
     assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
