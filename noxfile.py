@@ -48,7 +48,7 @@ def no_triton(session: nox.Session) -> None:
 
 @nox.session(python=["3.12", "3.13", "3.14"])
 def next_python(session: nox.Session) -> None:
-    """Pythons after the one that continuous integration uses."""
+    """Pythons newer than the one that continuous integration uses."""
     session.install(*PINNED)
     test(session)
 

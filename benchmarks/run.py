@@ -1,10 +1,10 @@
 """Run every benchmark case on this machine and keep the results as benchmarks/results/<device>/<case>.json.
 
-A file holds one record per operator, implementation, dtype and layout; a new run replaces the records it measures again and
+A file holds one record per operator, implementation, dtype and layout; a new run replaces the records that it measures again and
 leaves the others. Wrong results are reported and never kept. The options are those of ``sonde bench``; forward and backward
-are always measured. Beside a GPU the host is in one state or another for seconds on end, and short calls are mostly the host's:
-with ``--again`` all calls are timed in so many more rounds, and the least of each counts. With ``--check`` nothing is kept: what
-is more than 5 % slower than its record of this device is named, and the exit code is 1.
+are always measured. Host time dominates short calls on a GPU, and the host can be slow for seconds at a time: ``--again N`` times
+all calls in N more rounds and keeps the smallest time of each. ``--check`` keeps nothing: it names what is more than 5 % slower
+than its record for this device, and exits with 1 if anything is.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def slower(record: dict, results: Path) -> list[str]:
-    """What got slower than the record of the same kind: device time on GPUs; on CPUs the speed-up, as milliseconds mean nothing."""
+    """One line per phase that got slower than the record: by device time on GPUs, by the speed-up over eager on CPUs."""
     name = " ".join([record["operator"], record["case"], *kind(record)[1:]])
     file = results / slug(record["environment"]) / f"{record['case']}.json"
     known = [r for r in json.loads(file.read_text()) if kind(r) == kind(record)] if file.exists() else []

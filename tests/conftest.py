@@ -1,9 +1,9 @@
-"""One run for everything: Triton kernels on a GPU where there is one, interpreted on CPU tensors where there is none."""
+"""Set up a test run: Triton kernels run on a GPU if there is one, else on CPU tensors in Triton's interpreter."""
 
 import os
 import signal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside; before torch loads
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads must not spin; set before torch loads
 
 import torch
 
@@ -43,7 +43,7 @@ else:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config):
-    """All tests, where there is no GPU to share: a process on each core, which take what is left from each other."""
+    """Run the whole suite on one process per core, with work stealing, unless there is a GPU, which they would have to share."""
     given = config.option
     all_of_them = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput") and not given.keyword
     watched = given.usepdb or given.trace or given.collectonly or given.capture == "no"
@@ -53,9 +53,9 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What does not apply to an operator is left out; what takes too long without a GPU becomes slow.
+    """Deselect tests that do not apply to an operator; mark those that take too long without a GPU as slow.
 
-    A test marked ``gpu`` is skipped, not failed, where someone asks for it without having one.
+    A test marked ``gpu`` is skipped, not failed, if it is asked for on a machine without one.
     """
     config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
     items[:] = sorted((item for item in items if applies(item)), key=lambda item: "longest" not in item.keywords)
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(params=OPERATORS.values(), ids=str)
 def operator(request) -> Operator:
-    """Each of the table that the test applies to (``helpers.selection``)."""
+    """Each operator that the test applies to (``helpers.selection``)."""
     request.param.function  # noqa: B018 (resolved here, where nothing is traced)
     return request.param
 
@@ -82,7 +82,7 @@ def target(request) -> Target:
 
 @pytest.fixture(params=[Target("reference"), Target("triton"), Target("numba")])
 def impl(request) -> Target:
-    """The definition, too, where a test has a truth of its own."""
+    """Like `target`, and also the reference, for tests that do not compare with the reference."""
     if request.param != "reference":
         pytest.importorskip(request.param)
     return request.param
@@ -102,7 +102,7 @@ def numba_target() -> Target:
 
 @pytest.fixture(autouse=True)
 def same_state_after():
-    """No test leaves torch's global switches changed for the next, nor decisions that depended on what it had changed."""
+    """Restore torch's global switches after each test, and clear cached calls that depended on them."""
     threads = torch.get_num_threads()
     forget_calls()
     yield

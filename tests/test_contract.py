@@ -307,7 +307,7 @@ def test_what_was_saved_may_come_back_otherwise(operator, target):
 
 
 def test_memory_may_be_replaced_before_the_backward_pass(operator, target):
-    """``x.data = …`` gives a leaf that was saved other strides, and no version counter tells."""
+    """``x.data = …`` changes the strides of a saved leaf, and no version counter shows it."""
     args = tiny(operator, target)
     _, want = value_and_grads(operator.call(target), args)
     given = leaves(args)
@@ -319,7 +319,7 @@ def test_memory_may_be_replaced_before_the_backward_pass(operator, target):
 
 
 def test_negated_views(operator, target):
-    """``z.conj().imag`` is memory with the opposite sign, which torch tells by a bit; kernels are given what it stands for."""
+    """``z.conj().imag`` is memory with the opposite sign, marked by torch's negative bit; kernels must receive the true values."""
     args = tiny(operator, target)
     want = value_and_grads(operator.call(target), args)
     given = leaves(args)
@@ -975,7 +975,7 @@ def test_numba_needs_cpu_tensors(operator):
 
 @pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_meta_tensors_give_shapes(operator):
-    """`auto` on meta tensors computes nothing and tells shapes and dtypes."""
+    """`auto` on meta tensors computes nothing and returns the right shapes and dtypes."""
     args = operator.make("odd_sizes", dtype=torch.bfloat16)
     want = operator.reference(*args)
     got = operator.function(*[a.to("meta") if isinstance(a, Tensor) else a for a in args])

@@ -79,7 +79,7 @@ def test_grid_sample(mode, padding_mode, align_corners):
 
 @pytest.mark.parametrize(("wrong", "error"), [(dict(mode="biliner"), ValueError), (dict(align_corners=None), TypeError)])
 def test_misspelt_grid_sample(wrong, error):
-    """It is heard of where the layer is made, not at its first call."""
+    """The error is raised when the layer is constructed, not at its first call."""
     with pytest.raises(error, match=f"{next(iter(wrong))} must be"):
         sonde.nn.GridSample(**wrong)
 
@@ -607,7 +607,7 @@ def test_points_of_a_generator_are_checked():
 
 
 def test_cameras_broadcast():
-    """One rig for the whole batch, one size for all cameras, also in integers; nobody reads the last row of a projection."""
+    """One rig for the whole batch, one size for all cameras, also as integers; the last row of a projection is never read."""
     inputs, maps, metas = scene()
     layer = filled(aggregation())
     want = layer(*inputs, maps, metas)

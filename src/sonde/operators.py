@@ -28,55 +28,56 @@ EDGES = (
 class Operator:
     """One operator: where it lives, and the traits by which its users treat it differently from others."""
 
-    name: str  # that of its schema
+    name: str  # as in its schema
     family: str
-    folder: str = ""  # in the family, with dots; that of its name unless given
-    title: str = ""  # how users call it, below ``sonde``; its name unless given
-    engine: str = ""  # the folder of the family that does its work, if others share it
-    converts: bool = False  # ``api.arguments`` makes the schema's arguments of the public function's
+    folder: str = ""  # in the family, with dots; default: its name
+    title: str = ""  # how users call it, below ``sonde``; default: its name
+    engine: str = ""  # the family's folder that does its work, if operators share one
+    converts: bool = False  # ``api.arguments`` converts the public function's arguments to the schema's
 
     # -- arguments, by name
     image: str = ""  # an image, which may be channels-last; always the first
-    samples: str = ""  # coordinates whose pixel positions a truth must share (pyramids' cases have none that round)
-    align: str = ""  # says whether ±1 are centres of pixels
-    searched: tuple[str, ...] = ()  # queries and points of a search, whose neighbours a truth must share
-    places: tuple[str, ...] = ()  # arguments that say where, or how wide, and not what; the last tells what there is to see
-    factors: tuple[str, int] | None = None  # an argument that terms of a sum are multiplied with, and the sum's dimension in it
-    summed: tuple[str, ...] = ()  # single numbers for many rows: their gradients are long sums, which may cancel
-    queries: Mapping[str, int] = field(default_factory=dict)  # which dimension counts the queries: they do not see each other,
-    result: int = 0  # so a truth may be computed in slices of them; and the same of the result
+    samples: str = ""  # coordinates; the float64 truth must use the same pixel positions (in pyramids' cases none round)
+    align: str = ""  # the argument that says whether ±1 are pixel centres
+    searched: tuple[str, ...] = ()  # queries and points of a search; the float64 truth must use the same neighbours
+    places: tuple[str, ...] = ()  # arguments that are positions or widths, not values; the last holds the positions of the data
+    factors: tuple[str, int] | None = None  # an argument that multiplies the terms of a sum, and the summed dimension in it
+    summed: tuple[str, ...] = ()  # one number for many rows: its gradient is a long sum, which may cancel
+    # The dimension of each argument that counts queries. Queries are independent, so a truth is computed in slices of them.
+    queries: Mapping[str, int] = field(default_factory=dict)
+    result: int = 0  # the same dimension of the result
 
     # -- results
     results: tuple[str, ...] = ("out",)
     graded: str = "out"  # the one with a gradient, if any
     keeps_layout: bool = False  # a channels-last input gives a channels-last result
     broadcasts: bool = False  # a batch of one serves any other
-    sees_everything: bool = False  # nothing is too far away
-    sizes_from_data: bool = False  # how large results are depends on values
-    atomic: bool = True  # GPUs add up some gradient by atomics, unless asked for determinism
+    sees_everything: bool = False  # no point is too far away to count
+    sizes_from_data: bool = False  # the sizes of the results depend on values
+    atomic: bool = True  # on GPUs some gradient is summed by atomics, unless determinism is asked for
 
     # -- sizes of cases
-    letters: Mapping[str, str] = field(default_factory=dict)  # how it calls what others call Q, C and D
-    fixed: tuple[str, ...] = ()  # sizes that a graph holds fixed
-    integers: tuple[str, ...] = ()  # sizes that come as integers and not with a tensor: to an export they are constants
-    least: Mapping[str, int] = field(default_factory=dict)  # the smallest that a size may be, where that is not 0
+    letters: Mapping[str, str] = field(default_factory=dict)  # its own names for the sizes Q, C and D
+    fixed: tuple[str, ...] = ()  # sizes that are static in a compiled graph
+    integers: tuple[str, ...] = ()  # sizes passed as integers, not read from a tensor: constants in an export
+    least: Mapping[str, int] = field(default_factory=dict)  # the smallest value of a size, where that is not 0
 
     # -- cases
-    typical: str = ""  # a real workload of middle size, which demo runs
-    on_cpu: Mapping[str, Any] = field(default_factory=dict)  # sizes of it that demo scales down there
-    vanishing: tuple[str, ...] = ()  # small cases with gradients that cancel, up to rounding
-    checked: int | None = None  # queries that a benchmark's truth looks at, where all would take too long
+    typical: str = ""  # a real workload of medium size, which demo runs
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)  # the sizes that demo scales down on CPUs
+    vanishing: tuple[str, ...] = ()  # small cases whose gradients cancel to rounding errors
+    checked: int | None = None  # how many queries a benchmark checks, where all would take too long
 
-    # -- what a default run of the tests leaves to others
-    interpreted: bool = False  # it stands for all operators in Triton's interpreter, which takes minutes for each
+    # -- what a default test run skips
+    interpreted: bool = False  # interpreted on behalf of all operators, since Triton's interpreter takes minutes for each
     in_full: tuple[str, ...] | None = None  # small cases interpreted in every dtype and both modes, the rest in float32; None: all
-    interpreted_cases: tuple[str, ...] | None = None  # small cases interpreted at all; None: all
-    registered_like: str = ""  # the operator that stands for this one in what torch makes of a registration
-    computes_like: str = ""  # the operator that stands for this one in what their common engine computes
+    interpreted_cases: tuple[str, ...] | None = None  # small cases that are interpreted; None: all
+    registered_like: str = ""  # registered in the same way as this operator, whose tests of torch's machinery cover both
+    computes_like: str = ""  # runs on the same engine as this operator, whose tests of the kernels cover both
 
     # -- commands
-    gathers: bool = False  # the floor of its forward pass is a kernel that reads the same pixels and computes nothing
-    refuses: Mapping[str, str] = field(default_factory=dict)  # commands that cannot do anything for it, and why
+    gathers: bool = False  # its forward floor is a kernel that reads the same pixels and computes nothing
+    refuses: Mapping[str, str] = field(default_factory=dict)  # commands that do not apply to it, and why
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", self.folder or self.name)
@@ -99,35 +100,35 @@ class Operator:
         return import_module(self.package + file)
 
     def kernels(self, impl: str) -> ModuleType:
-        """The file that implements it."""
+        """The module that implements it: ``gpu`` or ``cpu``."""
         return self.module({"triton": ".gpu", "numba": ".cpu"}[impl])
 
     def shared(self, file: str) -> ModuleType | None:
-        """A file of its engine."""
+        """A module of its engine; None if it has none."""
         return import_module(f"{__package__}.{self.family}.{self.engine}{file}") if self.engine else None
 
     # -- its functions
 
     @cached_property
     def public(self) -> Callable[..., Any]:
-        """What users call."""
+        """The function that users call."""
         found: Callable[..., Any] = attrgetter(self.title)(import_module(f"{__package__}.{self.family}"))
         return found
 
     @cached_property
     def op(self) -> Any:
-        """What ``operator()`` returned at its registration."""
+        """The registered operator, as ``operator()`` returned it."""
         return getattr(self.module(".api"), f"_{self.name}")
 
     @property
     def definition(self) -> Callable[..., Any]:
-        """The reference, of the schema's arguments."""
+        """The reference as a function of the schema's arguments."""
         found: Callable[..., Any] = getattr(self.module(".reference"), self.name)
         return found
 
     @cached_property
     def arguments(self) -> list[str]:
-        """Of the public function, but for `impl`."""
+        """The public function's arguments except `impl`."""
         return [name for name in inspect.signature(self.public).parameters if name != "impl"]
 
     def registered(self, *args: Any) -> tuple[Any, ...]:
@@ -136,9 +137,9 @@ class Operator:
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """Of the arguments as cases have them, by position; of several results the one with a gradient.
+        """The public function with all arguments by position, as cases have them; returns the result with a gradient.
 
-        Distances of neighbours that are not there count as 0 and not as infinite, so that they can be compared.
+        Distances of missing neighbours become 0 in place of infinity, so that results can be compared.
         """
         public, title, (plain, options) = self.public, self.title, self._parted
         least = sum(p.default is p.empty for p in inspect.signature(public).parameters.values())
@@ -151,7 +152,7 @@ class Operator:
         return self.of(by_position if options else public)
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose results are the public one's, with one result that can be compared: as ``function`` says."""
+        """`function`, which returns what the public one does, reduced to one comparable result as in ``function``."""
         if len(self.results) == 1:
             return function
         pick, masks = self.pick, bool(self.searched)
@@ -164,14 +165,14 @@ class Operator:
 
     @cached_property
     def pick(self) -> Callable[..., Any]:
-        """The result with a gradient, of what the public function or ``eager`` returns; without any, all tensors."""
+        """Picks the result that has a gradient from what the public function or ``eager`` returns; all tensors if none has."""
         count, at = len(self.results), self.results.index(self.graded) if self.graded else None
         if count == 1:
             return lambda out: out
         return lambda out: tuple(out[:count]) if at is None else out[at]
 
     def call(self, impl: str) -> Callable[..., Any]:
-        """``function`` of one implementation."""
+        """``function`` with one implementation."""
         return partial(self.function, impl=str(impl))
 
     @property
@@ -180,11 +181,11 @@ class Operator:
 
     @property
     def defined(self) -> Callable[..., Any]:
-        """The reference without the registration around it, where their results are the same."""
+        """The reference, called directly rather than through the registration where that gives the same result."""
         return self.reference if self.searched else lambda *args: self.definition(*self.registered(*args))
 
     def written(self, args: Sequence[Any], impl: str) -> tuple[Callable[..., Any], Sequence[Any]]:
-        """The same call as a user writes it, to be timed: the public function with options by keyword, and the other arguments."""
+        """The call as a user writes it, for timing: the public function with its options by keyword, and its other arguments."""
         plain, options = self._parted
         call = partial(self.public, **dict(zip(options, args[plain:])), impl=impl)
         pick = self.pick
@@ -197,7 +198,7 @@ class Operator:
         return parted(self.public)
 
     def exactly(self, args: Sequence[Any]) -> AbstractContextManager[Any]:
-        """In which a truth of wider numbers finds the neighbours that `args` have."""
+        """A context in which a reference in a wider dtype finds the same neighbours as `args` in their own."""
         if not self.searched:
             return nullcontext()
         import torch
@@ -220,11 +221,11 @@ class Operator:
         return tuple(self.cases.make(**self.sizes({**(self.cases.SMALL[case] if case else {}), **options})))
 
     def count(self, **sizes: Any) -> dict[str, int]:
-        """Elements that must move at least once, and terms that are added."""
+        """How many elements must be moved at least once, and how many terms are summed."""
         return dict(self.cases.count(**self.sizes(sizes)))
 
     def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """In its own letters."""
+        """These sizes under the operator's own letters."""
         return {self.letters.get(name, name): value for name, value in given.items()}
 
     # -- traits that follow from others
@@ -235,12 +236,12 @@ class Operator:
 
     @property
     def sees_nowhere(self) -> bool:
-        """No argument says where to look, so there is nothing that it could miss."""
+        """It has no positions, so no position can be outside."""
         return not self.places
 
     @property
     def lists(self) -> bool:
-        """Whether it lists neighbours, and takes an index and a batch of them."""
+        """True if it lists neighbours, and so accepts a `PointIndex` and ragged batches."""
         return bool(self.searched)
 
 
@@ -333,7 +334,7 @@ _ALL = (
         results=("offsets", "indices", "distances"),
         sizes_from_data=True,
         refuses={
-            command: "the length of its lists depends on the data, so no truth of a part of the queries can be held against them"
+            command: "the lengths of its lists depend on the data, so a reference for some of the queries cannot be compared"
             for command in ("bench", "demo")
         },
     ),
@@ -351,7 +352,7 @@ _ALL = (
         folder="_search.index",
         title="PointIndex.build",
         engine="_search",
-        results=("order", "sorted"),  # and boxes, with room at their end that nobody writes
+        results=("order", "sorted"),  # not the boxes, which end in unused memory that is never written
         graded="",
         atomic=False,
         letters=dict(Q="M", C="F", D="k"),
@@ -360,7 +361,7 @@ _ALL = (
         registered_like="knn_aggregate",
         typical="tutorial",
         refuses={
-            command: "any order of points is right, so there is no truth to compare it with; bench knn_aggregate times it, too"
+            command: "any order of the points is correct, so there is nothing to compare with; bench knn_aggregate times it"
             for command in ("bench", "demo")
         },
     ),

@@ -91,7 +91,7 @@ def _weighted_gradients(
     grad,  # [B, C]
     rows,  # [B, Q, C]
     weights,  # [B, Q]
-    d_rows,  # [B, Q, C]; None where nobody asked
+    d_rows,  # [B, Q, C]; None if not needed
     d_weights,  # [B, Q]
     Q,
     C,

@@ -23,7 +23,7 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
     assert "share of" in out
     records = json.loads(file.read_text())
     assert [(r["operator"], r["case"]) for r in records] == [(o, c) for o in MEASURED for c in ("tiny", "smaller")]
-    assert all(f"Not in here: {name}: " in out for name in OPERATORS if name not in MEASURED)
+    assert all(f"Left out: {name}: " in out for name in OPERATORS if name not in MEASURED)
     for r in records:
         assert r["correct"]
         assert r["environment"]["torch"] == torch.__version__

@@ -91,9 +91,9 @@ def test_export_and_import(capsys, tuned, tmp_path, monkeypatch):
     assert [w["device"] for w in json.loads(sonde(capsys, "export", "-", "--device", "A100")[1])["winners"]] == ["A100"]
     tuned.clear()
     code, out, _ = sonde(capsys, "import", file)
-    assert (code, out.split(";")[0]) == (0, "Took over 2 of 2 winners")
+    assert (code, out.split(";")[0]) == (0, "Imported 2 of 2 winners")
     assert tuned.export() == before  # no digit is lost on the way
-    assert sonde(capsys, "import", file)[1].startswith("Took over 0 of 2 winners")
+    assert sonde(capsys, "import", file)[1].startswith("Imported 0 of 2 winners")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_import_leaves_out_rows_that_are_not_valid(capsys, tuned, tmp_path):
     code, out, err = sonde(capsys, "import", str(file))
     assert (code, err) == (0, "")
     first, counted, *causes = out.splitlines()
-    assert first.startswith(f"Took over 2 of {2 * len(bad) + 2} winners; ")
+    assert first.startswith(f"Imported 2 of {2 * len(bad) + 2} winners; ")
     assert counted == f"Left out {2 * len(bad)} that are not valid:"
     assert causes[0] == "  row 0: median_us must be a number of 0.001 to 1e+12, got 'text'"
     assert causes[-1] == f"  and {2 * len(bad) - 5} more"

@@ -24,7 +24,7 @@ def test_doctor_says_what_runs(capsys, quick_doctor):
     assert torch.__version__ in out
     assert "reference" in out
     assert "Cache:" in out
-    assert "\x1b" not in out  # quiet where nobody watches
+    assert "\x1b" not in out  # no escape codes outside a terminal
 
 
 def test_doctor_json(capsys, quick_doctor):

@@ -247,7 +247,7 @@ def test_policy_stored_says_what_is_not(capsys, quick):
     code, out, _ = sonde(capsys, *argv, "--json")
     assert (code, len(json.loads(out)["missing"])) == (1, 3)
     sonde(capsys, "tune", "sample_sum", *FEW)
-    assert sonde(capsys, *argv) == (0, "All 3 kernels with a choice have a stored winner\n", "")
+    assert sonde(capsys, *argv) == (0, "All 3 kernels with several configurations have a stored winner\n", "")
 
 
 @interpreted
@@ -262,7 +262,7 @@ def test_dry_run_launches_nothing(capsys, quick, monkeypatch):
     monkeypatch.setattr("sonde.jit.Pass.bind", None)
     code, out, _ = sonde(capsys, "tune", "sample_sum", *FEW, "--dry-run", "--max-configs", "4")
     assert (code, quick) == (0, [])
-    assert "3 kernels with a choice, 3 of them not tuned; 12 candidates to try" in out
+    assert "3 kernels with several configurations, 3 of them not tuned; 12 candidates to try" in out
     code, out, _ = sonde(capsys, "tune", "sample_sum", *FEW, "--dry-run", "--json")
     (case,) = json.loads(out)
     assert (case["operator"], case["case"]) == ("sample_sum", "tiny")
@@ -324,7 +324,7 @@ def test_interruption_keeps_what_was_found(capsys, quick, monkeypatch, swallowed
     assert signal.getsignal(signal.SIGINT) is before
     assert not _listeners
     key = {w.key.kernel: w.key for w in open_store().winners()}["grid.rows"]
-    assert open_store().claim(key, "another", 1)  # nobody holds it any more
+    assert open_store().claim(key, "another", 1)  # the lease was released
 
 
 @interpreted

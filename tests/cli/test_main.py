@@ -31,7 +31,7 @@ def test_module_runs_and_import_stays_lean():
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_and_version_do_without_torch(argv):
-    """The installed script and ``python -m sonde`` alike; whoever else imports sonde gets all of it at once."""
+    """Both the installed script and ``python -m sonde``; a later ``import sonde`` in the same process still has every name."""
     code = (
         "import sys; sys.argv = ['/some/where/bin/sonde', *sys.argv[1:]]; from sonde.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"

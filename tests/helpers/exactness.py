@@ -20,7 +20,7 @@ def exact(operator: Operator, args: Sequence) -> list:
     """float64 arguments for the reference, with the pixel positions that the accumulation dtype rounds them to.
 
     Positions are computed with every operation rounded, so that they have the same bits in every implementation;
-    a coordinate that rounds across a pixel's edge is then nobody's error.
+    a coordinate that rounds across a pixel's edge then counts as no error.
     """
     wide = accumulator(args)
     made = [a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]

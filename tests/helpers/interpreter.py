@@ -49,7 +49,7 @@ def improve_interpreter() -> None:
 
 
 def _hasten_interpreter() -> None:
-    """The same results without what it computes for nobody, or again and again: three quarters of its time."""
+    """Make the interpreter skip work whose result is unused or known already, three quarters of its time; results are the same."""
     import triton.language as tl
     from triton.runtime import interpreter
 

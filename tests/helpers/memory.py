@@ -1,15 +1,15 @@
-"""Memory that tells on its users: layouts of any kind, red zones around inputs, poisoned and fenced outputs, what is allocated."""
+"""Memory that exposes wrong accesses: any layout, red zones around inputs, poisoned and fenced outputs; and what is allocated."""
 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.operators import tuple_of
@@ -95,12 +95,17 @@ def poisoned(pad: int = 64) -> Iterator[None]:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of every new storage that a function makes on its way, and the most that lived at one time."""
+    """Bytes of every new storage that a function allocates, and the most that were alive at one time.
+
+    Storages are watched by torch's own weak references. With torch 2.9 Python's are cleared too early: where a storage's
+    Python object belongs to a reference cycle, as in Triton's interpreter, the collector clears them while the memory lives on.
+    """
 
     def __init__(self):
         super().__init__()
         self.sizes: list[tuple[str, int]] = []
-        self.now = self.peak = self.returned = 0
+        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.peak = self.returned = 0
 
     def __enter__(self):
         gc.freeze()  # what lives already need not be searched again and again
@@ -118,13 +123,10 @@ class Allocations(TorchDispatchMode):
                 storage = t.untyped_storage()
                 gc.collect()  # the interpreter leaves its arguments to the collector
                 self.sizes.append((str(func), storage.nbytes()))
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.freed, storage.nbytes())
+                self.alive = [each for each in self.alive if not each[0].expired()]
+                self.alive.append((StorageWeakRef(storage), storage.nbytes()))
+                self.peak = max(self.peak, sum(size for _, size in self.alive))
         return out
-
-    def freed(self, size: int) -> None:
-        self.now -= size
 
 
 def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]:

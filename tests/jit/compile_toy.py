@@ -27,9 +27,9 @@ def main(backend: str, arch: str, cache: str) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # too late for this process, and not for others to obey
     note = Path(cache) / "note"
     problem = Problem(1000, 3, str(note))
-    room = torch.zeros(1001)
+    buffer = torch.zeros(1001)
     # aligned, absent, not aligned
-    tensors = (room[:1000], None, room[1:])
+    tensors = (buffer[:1000], None, buffer[1:])
     good = [Config(64), Config(128, 8), Config(128, 8, 2)]
     bad = [Config(48), Config(32, does="crash"), Config(16, does="hang")] if backend == "cuda" else []
     report: dict = {"causes": {}}
@@ -48,7 +48,7 @@ def main(backend: str, arch: str, cache: str) -> None:
     report |= {"hits": list(hits), "unchanged": listing(cache) == before, "kernels": len(list(Path(cache).glob("*/_scale.json")))}
     hits.clear()
     launch = SCALE.launch(problem, good[0])
-    toy_triton._scale.warmup(room, None, room, *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3)
+    toy_triton._scale.warmup(buffer, None, buffer, *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3)
     report["other alignment hits"] = hits
 
     if backend == "cuda":

@@ -67,7 +67,7 @@ def _scale_again(x, out, told, N, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def made(function=_scale, **changes) -> jit.Tunable:
-    """``out = FACTOR · x``, which tells in what block it ran: 16 by default, 128 only for n of at least 13."""
+    """``out = FACTOR · x``; records the block size it ran with: 16 by default, 128 only for n of at least 13."""
     return jit.kernel(
         function,
         "test.scale",
@@ -483,7 +483,7 @@ def test_one_rank_tunes_and_the_others_wait(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("rank.py"))]
     options = dict(stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     ranks = [subprocess.Popen([*command, str(i), "3", str(tmp_path / "meet")], **options) for i in range(3)]
-    told = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    told = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]  # torch 2.9's gloo prints, too
     assert told[0] == told[1] == told[2]
     assert [block for block, _ in told[0]] == [64] * 3
     assert sum(len(searches) for _, searches in told[0]) == 1

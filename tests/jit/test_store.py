@@ -157,7 +157,7 @@ def test_clear(one):
 
 
 def test_reading_creates_nothing(one, path):
-    """Who only reads must not be warned about, nor leave, a file that nobody needs."""
+    """Reading a store that does not exist neither warns nor creates the file."""
     assert one.winner(KEY) is None
     assert (one.trials(), one.snapshot("H200"), one.wait(KEY, 1), one.clear()) == ([], {}, None, 0)
     assert not path.parent.exists()
@@ -253,7 +253,7 @@ def test_load_leaves_out_rows_that_are_not_valid(one, tmp_path, row, message):
     assert copy.left_out == []
 
 
-# --- rows that nobody wrote: every field in turn holds what it must not
+# --- invalid rows: every field in turn holds what it must not
 
 
 def _nested(depth: int) -> list:
@@ -508,7 +508,7 @@ def test_lease_expires(one):
 
 
 def test_lease_from_the_future_is_void(one, monkeypatch):
-    """The clock was set back while somebody held one."""
+    """The clock was set back while a lease was held."""
     assert one.claim(KEY, "a", 60)
     now = time.time()
     monkeypatch.setattr(store.time, "time", lambda: now - 3600)
@@ -632,7 +632,7 @@ def test_other_format_is_set_aside(one, path, version):
 
 
 def test_processes_that_find_damage_together_lose_no_row(one, path):
-    """Each row is written after the damage, so all must be in the new file: nobody sets aside what another has begun."""
+    """Each row is written after the damage, so all must be in the new file: no process moves a file that another has begun."""
     path.parent.mkdir()
     path.write_bytes(b"this is no database" * 1000)
     code = "import warnings; warnings.simplefilter('ignore')\n" + HAMMER.replace("SECONDS", "1.5")
@@ -737,7 +737,7 @@ def test_no_home(monkeypatch):
 
 
 def test_full_disk(monkeypatch, one, path):
-    """What was there stays readable, what comes is kept in this process, and is written again when there is room."""
+    """Existing rows stay readable, new ones are kept in this process, and writing resumes when the disk has space again."""
     one.record(KEY, [Trial(A, (100.0,))])
     connect = database._connect
 

@@ -90,7 +90,7 @@ def test_nothing_to_compile():
 
 
 def test_trials():
-    """One after the other, each after the trouble that the one before has made; nobody else sees anything of it."""
+    """One failing candidate after another; none affects the next or this process."""
     tensors = make_tensors()
     kept = [t if t is None else t.clone() for t in tensors]
     bench = Trials(TOY, Problem(2.0), tensors)

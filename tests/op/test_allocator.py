@@ -1,4 +1,4 @@
-"""Memory of CPU results: used again where nobody has it, left alone where somebody does."""
+"""Memory of CPU results: reused once nothing references it, left alone while something does."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,7 +73,7 @@ def test_memory_that_somebody_has_is_left_alone(keeper):
     other = allocator.empty((1 << 20,), torch.float32)
     assert other.data_ptr() != place
     del kept
-    if keeper == "numpy":  # which leaves a storage that nobody can resize
+    if keeper == "numpy":  # after which the storage cannot be resized
         assert allocator.empty((1 << 20,), torch.float32).untyped_storage().resizable()
     else:
         assert allocator.empty((1 << 20,), torch.float32).data_ptr() == place

@@ -1,4 +1,4 @@
-"""The disk cache of CPU kernels: whatever happens to its files costs time, never a result, and nobody else's code is run."""
+"""The disk cache of CPU kernels: damage to its files costs time, never a result, and another user's code is never run."""
 
 from __future__ import annotations
 

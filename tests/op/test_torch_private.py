@@ -38,6 +38,7 @@ def test_this_torch_has_them_all():
 @pytest.mark.parametrize("names", [MOST_NEEDED, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["most needed", "all"])
 def test_results_have_the_same_bits_without_a_name(names):
     """Values, gradients, transforms, traces and indices of points; or a refusal that names it."""
+    pytest.importorskip("numba")
     env = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{HERE.parent}", "OMP_NUM_THREADS": "1"}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, HERE / "without_names.py", *names], env=env, capture_output=True, text=True, timeout=900)

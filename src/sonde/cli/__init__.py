@@ -16,10 +16,10 @@ COMMANDS = ("doctor", "demo", "bench", "explain", "tune", "build", "cache")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 is success, 1 a wrong result, 2 a misspelt request, 130 an interruption."""
+    """Run one command. Exit codes: 0 success, 1 a wrong result, 2 a bad request, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without "×" must not end a benchmark
+            stream.reconfigure(errors="replace")  # a terminal that cannot print "×" must not abort a benchmark
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UsageError as problem:
@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sonde: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="sonde", description="Fused sampling-and-aggregation operators for PyTorch.")
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     known = {}
     for name in COMMANDS:

@@ -1,7 +1,7 @@
 """Time operators on real workloads against PyTorch, with values and gradients checked in the same run.
 
-On GPUs a call is timed with the host ("call") and as a CUDA graph ("graph"); on CPUs the contenders take turns and only the
-ratios mean anything. A wrong result is reported without a speed-up, and the exit code is 1.
+On GPUs a call is timed with the host ("call") and as a CUDA graph ("graph"). On CPUs Sonde and PyTorch are timed in turns; only
+the ratios mean anything. A wrong result is reported without a speed-up, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selection(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is measured."""
-    several = "; several between commas"
+    """Add the options that select what is measured."""
+    several = "; separate several by commas"
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
     parser.add_argument("--case", action="append", metavar="NAME", help=f"which workloads (default: all){several}")
     parser.add_argument("--impl", default="auto", help=f"{', '.join(IMPLS)} (default: auto){several}")
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def jobs(options: argparse.Namespace) -> list:
-    """What the options ask for, or an error that says what they could have asked for."""
+    """The jobs that the options select; UsageError, with the valid choices, if an option is wrong."""
     from ..op.plan import refusal
     from .protocol import Job
 
@@ -87,7 +87,7 @@ def jobs(options: argparse.Namespace) -> list:
 
 
 def device(name: str | None):
-    """The device of that name; without one, the first GPU if there is any."""
+    """The device of this name; without a name, the first GPU or else the CPU."""
     import torch
 
     if name is None:
@@ -103,7 +103,7 @@ def device(name: str | None):
 
 
 def measured(todo: Iterable, show: bool = True, extras: bool = True) -> Iterator[dict]:
-    """The record of each job, as soon as it is known."""
+    """Measure the jobs; yields each record as soon as it is complete."""
     import torch
 
     from .protocol import STAGES, measure
@@ -119,7 +119,7 @@ def measured(todo: Iterable, show: bool = True, extras: bool = True) -> Iterator
 
 
 def show(records: list[dict]) -> None:
-    """One table of times, memory and errors; then what is wrong."""
+    """Print tables of times, memory and errors, then what went wrong."""
     good = [record for record in records if record["figures"]]
     phases = [phase for phase in ("forward", "forward_backward") if any(phase in r["figures"]["sonde"] for r in good)]
     for phase in phases:
@@ -128,7 +128,7 @@ def show(records: list[dict]) -> None:
         if record.get("apart"):
             parts = record["apart"].items()
             figures = ", ".join(f"{name} {' / '.join(number(ms) for ms in ms_of.values())} ms" for name, ms_of in parts)
-            print(f"{record['operator']} {record['case']}, index apart: {figures}")
+            print(f"{record['operator']} {record['case']}, index built separately: {figures}")
     hosts = {r["operator"]: r["host_us"] for r in good if "host_us" in r}
     for name, cost in hosts.items():
         forward, both = (cost[phase]["above"] for phase in ("forward", "forward_backward"))
@@ -157,7 +157,7 @@ def _phase(records: list[dict], phase: str) -> None:
 
 
 def _cells(record: dict, phase: str, kinds: Mapping[str, str], against: Sequence[str]) -> list[tuple[str, str]]:
-    """The numbers of one row, each with the head of its column."""
+    """The numbers of one row, each with its column's heading."""
 
     def figure(name: str, kind: str) -> str:
         return number(record["figures"][name].get(phase, {}).get(kind))
@@ -176,17 +176,17 @@ def _cells(record: dict, phase: str, kinds: Mapping[str, str], against: Sequence
 
 
 def ratio(record: dict, against: str, phase: str, kind: str) -> float | None:
-    """A speed-up, if one may be reported."""
+    """The speed-up, unless the result is wrong."""
     return (record["speedup"] or {}).get(against, {}).get(phase, {}).get(kind)
 
 
 def worst(record: dict) -> float:
-    """The largest error of the value and of the gradients."""
+    """The largest error among the value and the gradients."""
     return max(record["figures"]["sonde"]["errors"].values(), key=lambda e: (e != e, e))
 
 
 def number(value: float | None) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -1,7 +1,7 @@
-"""Compile kernels ahead of time, for GPUs that need not be here.
+"""Compile kernels ahead of time; the GPU need not be in this machine.
 
-What operators launch for their real cases, in default and shipped configurations, is compiled into a folder. A process that
-finds that folder in SONDE_RELEASE compiles nothing when it meets one of these cases for the first time.
+Compiles everything that operators launch for their real cases, in default and shipped configurations, into a folder. With
+SONDE_RELEASE set to that folder, the first call of such a case compiles nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operator", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
     parser.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90,sm_100")
     parser.add_argument("-o", "--out", metavar="DIR", default="sonde-release", help="folder (default: %(default)s)")
-    parser.add_argument("--case", default="", help="names of cases between commas (default: all)")
+    parser.add_argument("--case", default="", help="names of cases, separated by commas (default: all)")
     parser.add_argument("--dtype", default=",".join(DTYPES), help="default: %(default)s")
     parser.add_argument("--layout", default=",".join(LAYOUTS), help="default: %(default)s")
-    parser.add_argument("--workers", type=int, default=None, help="processes that compile (default: SONDE_WORKERS, or the cores)")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="compiler processes (default: SONDE_WORKERS, else one per core, at most 8)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was built as JSON; - for stdout")
 
 

@@ -1,7 +1,7 @@
 """Show, clear, export and import what was tuned on this machine.
 
-show lists the winners; clear forgets them with their timings; export writes them to FILE and import reads them from one, where a
-winner that is here already gives way only to one that is 5 % faster.
+show lists the winners; clear deletes them with their timings; export writes them to FILE, and import reads them from FILE, where a
+stored winner is replaced only by one that is 5 % faster.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .console import UsageError, did_you_mean, dump, table, writable
 if TYPE_CHECKING:
     from ..jit.store import Store, Winner
 
-SHOWN = 5  # rows that were left out, each with its cause
-ACTIONS = {  # with what each takes
+SHOWN = 5  # how many invalid rows are listed with their reason
+ACTIONS = {  # and the arguments that each takes
     "show": ("kernel", "json"),
     "clear": ("kernel", "yes"),
     "export": ("file", "device"),
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="NAME", help="show or clear one kernel only")
     parser.add_argument("--device", metavar="NAME", help="export one device only")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="show: write JSON to FILE; print it without one")
-    parser.add_argument("--yes", action="store_true", help="clear without asking; it is asked only on a terminal")
+    parser.add_argument("--yes", action="store_true", help="clear without asking for confirmation (asked only on a terminal)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def _export(store: Store, options: argparse.Namespace) -> None:
     if options.device and options.device not in devices:
         raise UsageError(did_you_mean("device", options.device, devices or ["none, since nothing is tuned"]))
     document = store.export(options.device)
-    text = json.dumps(document, indent=1)  # not dump(), which rounds: this is data, and goes back in
+    text = json.dumps(document, indent=1)  # not dump(), which rounds: these numbers are imported again
     if options.file == "-":
         print(text)
         return
@@ -125,12 +125,12 @@ def _import(store: Store, options: argparse.Namespace) -> None:
     except (ValueError, MemoryError) as problem:
         raise UsageError(f"import {options.file}: {str(problem) or 'does not fit into memory'}") from problem
     _usable(store)
-    print(f"Took over {changed} of {_count(len(document['winners']))}; those that were here and are as fast stay")
+    print(f"Imported {changed} of {_count(len(document['winners']))}; a stored one that is as fast stays")
     _say_left_out(store)
 
 
 def _say_left_out(store: Store) -> None:
-    """How many rows the last reading or import left out, and why."""
+    """Print how many rows the last read or import left out, and why."""
     if store.left_out:
         print(f"Left out {len(store.left_out)} that are not valid:")
         for cause in store.left_out[:SHOWN]:

@@ -1,4 +1,4 @@
-"""Is the result right: values and every gradient against the float64 reference, in the run that is timed."""
+"""Check values and every gradient against the float64 reference, in the same run that is timed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from ..operators import Operator
 
 FIXED = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative error in norm
-OF_REFERENCE = 1.1  # half precision: this times what the reference loses when it runs in that dtype
+OF_REFERENCE = 1.1  # half precision: the allowed error, as a multiple of the reference's own in that dtype
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Relative errors of the value and of each gradient, and what each may be."""
+    """Relative errors of the value and of each gradient, with the tolerance for each."""
 
     errors: dict[str, float]
     tolerances: dict[str, float]
@@ -30,10 +30,10 @@ class Verdict:
 
 
 class Truth:
-    """What a case should give, computed once in float64 and held against each contender.
+    """The correct results of a case, computed once in float64; each contender is compared with them.
 
-    Where there are more queries than are `checked` of this operator, it looks at every n-th: at their values, and at the
-    gradients of a cotangent that is zero for the others.
+    If a case has more queries than the operator's `checked`, only every n-th is compared: its values, and the gradients of a
+    cotangent that is zero for the others.
     """
 
     def __init__(self, operator: Operator, args: Sequence, cotangent: Tensor, taps: int):
@@ -59,13 +59,13 @@ class Truth:
         return {k: relative_error(x, y) for k, x, y in pairs}
 
     def judge(self, function: Callable, args: Sequence, cotangent: Tensor | None) -> Verdict:
-        """Of the value and the gradients; without a cotangent, of the value."""
+        """Compare the value and the gradients; without a cotangent, only the value."""
         out, grads = (function(*args), ()) if cotangent is None else forward_backward(function, args, cotangent)
         return Verdict(self._errors(out, *grads), self.tolerances)
 
 
 def every(operator: Operator, result: Tensor) -> int:
-    """n, if the truth looks at every n-th query."""
+    """The n for which every n-th query is compared with the truth."""
     Q = result.shape[operator.result]
     return max(1, -(-Q // (operator.checked or Q or 1)))
 
@@ -86,15 +86,15 @@ def forward_backward(function: Callable, args: Sequence, cotangent: Tensor) -> t
 
 
 def leaves(args: Sequence) -> list:
-    """The same arguments, asking for gradients."""
+    """The same arguments with ``requires_grad``."""
     return [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args]
 
 
 def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor:
     """float64 coordinates at which the reference lands on the pixel positions that float32 arithmetic gives.
 
-    A coordinate that rounds across a pixel edge is not a kernel's error. Nor is one that float64 arithmetic takes back
-    across it, hence the last line: a position that came out too low goes up by less than anything measured here.
+    A coordinate that float32 rounds across a pixel's edge is not the kernel's error, and float64 must not round it back: the last
+    lines therefore raise a position that comes out too low by 2⁻⁵⁰, which is far below every tolerance.
     """
     size = torch.tensor(images.shape[:1:-1], device=samples.device)
     if align:
@@ -112,7 +112,7 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
     out = torch.zeros_like(cotangent, dtype=dtype, memory_format=torch.contiguous_format)
     grads = {k: torch.zeros_like(a) for k, a in wide.items() if isinstance(a, Tensor)}
     along, Q, n = operator.queries, cotangent.shape[operator.result], every(operator, cotangent)
-    step = n * max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 numbers per tap are alive at once
+    step = n * max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 temporaries per tap are alive at once
     for start in range(0, Q, step):
 
         def rows(x: Tensor, dim: int | None, start: int = start) -> Tensor:
@@ -128,7 +128,7 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
 
 
 def _budget(device: torch.device) -> int:
-    """Bytes that one slice may take."""
+    """How many bytes one slice may use."""
     if device.type == "cuda":
         return min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4)
     return 512 << 20

@@ -1,4 +1,4 @@
-"""What the commands print: tables, progress and complaints. In a pipe, plain text, and lines on stderr in place of a bar."""
+"""What the commands print: tables, progress and errors. In a pipe: plain text, and lines on stderr in place of a progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..operators import Operator
 
 
-IMPLS = ("auto", "triton", "numba", "reference")  # op.plan.Impl, which cannot be read without importing torch
+IMPLS = ("auto", "triton", "numba", "reference")  # a copy of op.plan.Impl, because importing that would import torch
 LINE_EVERY = 2.0  # seconds between two lines of progress in a pipe
 
 
@@ -34,7 +34,7 @@ def did_you_mean(what: str, given: str, valid: Iterable[str]) -> str:
 
 
 def pick(what: str, given: Sequence[str], valid: Iterable[str]) -> list[str]:
-    """The names in `given`, each of which may be several between commas; all must be valid."""
+    """The names in `given`, split at commas; all must be valid."""
     valid = list(valid)
     names = [name for part in given for name in part.split(",") if name]
     for name in names:
@@ -44,7 +44,7 @@ def pick(what: str, given: Sequence[str], valid: Iterable[str]) -> list[str]:
 
 
 def operators(command: str, given: Sequence[str]) -> list[Operator]:
-    """The operators named in `given`, or all; without those that the command can do nothing for, which must not be named."""
+    """The operators named in `given`, or all that support the command; UsageError if a named one does not."""
     from ..operators import OPERATORS
 
     names = pick("operator", given, OPERATORS)
@@ -55,16 +55,16 @@ def operators(command: str, given: Sequence[str]) -> list[Operator]:
 
 
 def left_out(command: str) -> None:
-    """Say which operators a command that takes all of them has left out, and why."""
+    """Print which operators a command that ran on all of them left out, and why."""
     from ..operators import OPERATORS
 
     for operator in OPERATORS.values():
         if command in operator.refuses:
-            print(f"Not in here: {operator.name}: {operator.refuses[command]}")
+            print(f"Left out: {operator.name}: {operator.refuses[command]}")
 
 
 def writable(option: str, file: str | None, suffixes: Sequence[str] = ()) -> None:
-    """Complain about a file that could not be written before an hour is spent on what goes into it."""
+    """UsageError if the file could not be written: better now than after an hour of measuring."""
     if file is None or file == "-":
         return
     path = Path(file)
@@ -93,7 +93,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", l
         for row in rows:
             grid.add_row(*map(Text, row))
         console = Console(highlight=False)
-        if left < len(head):  # words may go on in the next line, numbers are never cut
+        if left < len(head):  # words may wrap, numbers are never cut
             natural = Measurement.get(console, console.options.update(max_width=1000), grid).maximum
             console = Console(highlight=False, width=max(natural, console.width))
         console.print(grid)
@@ -119,7 +119,7 @@ def dump(value: Any, file: str = "-") -> None:
 
 
 def _strict(value: Any) -> Any:
-    """Five digits are more than any figure here deserves; NaN and infinity, for which JSON has no word, become strings."""
+    """Round floats to five digits; NaN and infinity, which JSON cannot express, become strings."""
     if isinstance(value, dict):
         return {k: _strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,7 +131,7 @@ def _strict(value: Any) -> Any:
 
 @contextmanager
 def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
-    """A bar of `total` steps; call the function it yields with what begins now, which also completes the step before."""
+    """A bar of `total` steps. Call the function it yields with the name of the step that begins; this completes the one before."""
     if not (show and interactive()):
         line, steps = _lines(total, show), count()
         yield lambda text: line(next(steps), text)
@@ -153,7 +153,7 @@ def progress(total: int, show: bool = True) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def meter(total: int, show: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """A bar of `total` steps with the time left; call the function it yields with how many are done, and what goes on now."""
+    """A bar of `total` steps with the time left. Call the function it yields with the number of steps done and a description."""
     if not (show and interactive()):
         yield _lines(total, show)
         return
@@ -172,7 +172,7 @@ def meter(total: int, show: bool = True) -> Iterator[Callable[[int, str], None]]
 
 
 def _lines(total: int, show: bool) -> Callable[[int, str], None]:
-    """Progress as lines on stderr: the first at once, others not more often than every few seconds."""
+    """Progress as lines on stderr: the first at once, then at most one every `LINE_EVERY` seconds."""
     due = 0.0 if show else math.inf
 
     def line(done: int, text: str) -> None:

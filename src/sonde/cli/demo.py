@@ -1,7 +1,7 @@
-"""Run every operator on a real workload here: how exact, how fast and how lean it is next to eager PyTorch.
+"""Run every operator on a real workload here, and show its error, speed and memory next to eager PyTorch.
 
-Takes less than a minute on two CPU cores, where each workload is scaled down: epipolar attention as pixelSplat does it, images at
-random places for grid_sample, SparseDrive's detection head, the decoder of Deformable-DETR, a cloud of points on a grid.
+Takes less than a minute on two CPU cores, where each workload is scaled down: pixelSplat's epipolar attention, images at
+random positions for grid_sample, SparseDrive's detection head, the decoder of Deformable-DETR, a point cloud on a grid.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def jobs() -> list[Job]:
 
 
 def announce_compilation(todo: Sequence[Job]) -> None:
-    """One line if the cache of CPU kernels is empty, so that nobody wonders what a first run is doing."""
+    """Print one line if the cache of CPU kernels is empty, to explain why a first run takes longer."""
     from ..op.plan import HAS_NUMBA
 
     if todo[0].device.type != "cpu" or not HAS_NUMBA:
@@ -82,12 +82,12 @@ def show(records: list[dict]) -> None:
         rows.append([*row, times(ratio(record, "eager", phase, "peak_mib"))])
     if rows:
         where = next(r for r in records if r["figures"])["environment"]
-        on = where["device"] if where["kind"] == "cuda" else f"{where['device']}, {where['threads']} threads, a part of each case"
+        on = where["device"] if where["kind"] == "cuda" else f"{where['device']}, {where['threads']} threads, workloads scaled down"
         table(head, rows, f"float32, {on}", left=2)
     for record in records:
         if not record["correct"]:
             print(f"WRONG: {record['operator']}: {record['wrong']}; no speed-up is reported")
     left_out("demo")
-    print("Error: the worst of the value and all gradients against the float64 reference, relative in norm.")
-    print("Memory: the peak of forward + backward beyond the inputs.")
+    print("Error: the largest of the value's and all gradients', relative to the float64 reference, in norm.")
+    print("Memory: the peak during forward + backward, inputs not counted.")
     print("Next: sonde bench --backward (real sizes), sonde doctor (what can run here).")

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> dict:
-    """Everything as plain data; what could not be found out is ``{"error": why}``."""
+    """Everything as plain data; a probe that failed is ``{"error": why}``."""
     return dict(
         versions={name: _try(probe) for name, probe in _versions().items()},
         devices=_list(_devices),
@@ -46,7 +46,7 @@ def examine() -> dict:
 def _try(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
-    except Exception as problem:  # the failure is what the user came to read
+    except Exception as problem:  # the failure is what the user wants to see
         return {"error": f"{type(problem).__name__}: {problem}"}
 
 
@@ -62,7 +62,7 @@ def _versions() -> dict[str, Callable[[], Any]]:
                 return import_module(name).__version__
             except ModuleNotFoundError as problem:
                 if problem.name == name:
-                    return None  # simply not there
+                    return None  # not installed
                 raise
 
         return probe
@@ -120,7 +120,7 @@ def _gpu(index: int) -> dict:
 
 
 def _implementations() -> list[dict]:
-    """Each implementation on each kind of device: whether it runs, whether ``auto`` takes it, else why not and what to do."""
+    """Each implementation on each kind of device: does it run, does ``auto`` choose it, and if not, why and what to do."""
     import torch
 
     gpu = _try(torch.cuda.is_available)
@@ -154,7 +154,7 @@ def _implementation(impl: str, kind: str) -> dict:
 
 
 def _smoke(impl: str, kind: str) -> str:
-    """A tiny call with its gradients; the first one compiles, or finds the kernels in the cache."""
+    """Try a tiny call with its gradients; the first one compiles kernels or loads them from the cache."""
     import torch
 
     from ..grid.sample_sum import cases, sample_sum
@@ -172,7 +172,7 @@ def _smoke(impl: str, kind: str) -> str:
 
 
 def _missing() -> dict[str, str]:
-    """Private names that this torch does not have, and what is done without them."""
+    """Private names that this torch does not have, and the consequence of each."""
     from ..op.torch_private import missing
 
     return missing()
@@ -228,4 +228,4 @@ def show(found: dict) -> None:
     state = "" if cache["writable"] else "NOT "
     print(f"Cache: {cache['folder']} ({cache['files']} files, {cache['mib']} MiB, {state}writable)")
     if not cache["writable"]:
-        print("Kernels are compiled anew in every process; set SONDE_CACHE_DIR to a folder that is writable.")
+        print("Every process compiles its kernels again; set SONDE_CACHE_DIR to a writable folder.")

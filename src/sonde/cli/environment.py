@@ -1,4 +1,4 @@
-"""What machine this is and which software runs on it, for ``doctor`` and for every benchmark record."""
+"""The machine and its software, for ``doctor`` and for every benchmark record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def environment(device: torch.device) -> dict:
-    """What a reader needs to judge a figure, or to measure it again."""
+    """What a reader needs to judge a figure or to reproduce it."""
     from .. import __version__
 
     gpu = device.type == "cuda"
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict:
 
 
 def slug(environment: dict) -> str:
-    """The folder of a device's results; a CPU's name comes with the number of threads."""
+    """The name of the folder with a device's results; for a CPU it includes the number of threads."""
     name = environment["device"] if environment["kind"] == "cuda" else f"{environment['device']} {environment['threads']} threads"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -47,7 +47,7 @@ def version(package: str) -> str | None:
 
 
 def driver() -> str | None:
-    """The version of the NVIDIA driver, from its own management library."""
+    """The version of the NVIDIA driver, from NVML."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1" if os.name == "posix" else "nvml.dll")
     except OSError:
@@ -68,7 +68,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of these very sources, with ``-dirty`` where they differ from it; else ``$SONDE_COMMIT``, else None."""
+    """The commit of these sources, with ``-dirty`` if they differ from it; else ``$SONDE_COMMIT``, else None."""
     package = Path(__file__).resolve().parents[1]
     try:
         top = _git(package, "rev-parse", "--show-toplevel")

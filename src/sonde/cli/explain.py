@@ -1,7 +1,7 @@
-"""Say what a call would launch: kernels, configurations and where they come from, determinism, workspace. Launches nothing.
+"""Show what a call would launch: kernels, configurations and where they come from, determinism, workspace. Launches nothing.
 
-The plan is made by the same code that a call asks, from tensors without memory, so that it can be had on any machine: without a
-GPU, --device cuda shows what runs on one for which nothing was tuned.
+The plan comes from the same code as the call, with tensors that have no memory, so it works on any machine: without a GPU,
+--device cuda shows what would run on one that nothing was tuned for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     job = _job(options)
     try:
         plan = planned(job, options.backward, options.deterministic)
-    except Unsupported as problem:  # as PickStored is where nothing is stored
+    except Unsupported as problem:  # such as PickStored where nothing is stored
         print(f"sonde: {problem}", file=sys.stderr)
         return 1
     if options.json:
@@ -99,7 +99,7 @@ def deterministic_algorithms(mode: bool):
 
 
 def short(config: str) -> str:
-    """``Config(block=64, num_warps=4)`` without what all of them have in common."""
+    """``Config(block=64, num_warps=4)`` as ``block=64 num_warps=4``."""
     return config.partition("(")[2].removesuffix(")").replace(",", "") if "(" in config else config
 
 

@@ -1,4 +1,4 @@
-"""The yardstick of gathers: read every pixel row that the samples ask for, add, write next to nothing."""
+"""The floor of operators that gather: a kernel that reads every pixel row the samples touch, sums, and writes almost nothing."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = {"forward": "#1b6ca8", "forward + backward": "#8fc1e3", "sonde": "#d1652b", "eager PyTorch": "#a3a3a3"}
 PHASES = {"forward": "forward", "forward_backward": "forward + backward"}
 TEXT, FAINT = "#333333", "#e2e2e2"
-ROW = 0.3  # inches; a screen has room for about 30 rows
+ROW = 0.3  # inches; about 30 rows fit on a screen
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "text.color": TEXT,
@@ -26,21 +26,21 @@ STYLE: dict[Any, Any] = {
     "xtick.color": TEXT,
     "ytick.color": TEXT,
     "svg.hashsalt": "sonde",
-    "svg.fonttype": "path",  # a viewer without our font would measure text differently, and cut it
+    "svg.fonttype": "path",  # with another font a viewer would lay out text differently and cut it
 }
 
 
 def check(option: str, file: str | None) -> None:
-    """Complain before the work if the picture could not be drawn after it."""
+    """UsageError before the work if the picture could not be drawn after it."""
     writable(option, file, SUFFIXES)
     if file is not None and find_spec("matplotlib") is None:
         raise UsageError(f"{option} {file}: needs matplotlib, which is not installed; it comes with the extra sonde[plot]")
 
 
 def save(records: Sequence[dict], file: str, title: str = "", like: Sequence[dict] = ()) -> bool:
-    """Draw `records` into `file`; False, with one line that says why, where that is not possible.
+    """Draw `records` into `file`; if that is not possible, print why and return False.
 
-    The axes cover `records` and `like`: pictures with the same `like` have the same axes.
+    The axes span `records` and `like`, so pictures with the same `like` have the same axes.
     """
     drawable = [r for r in records if r["speedup"] and "eager" in r["speedup"]]
     if not drawable:
@@ -64,7 +64,7 @@ def save(records: Sequence[dict], file: str, title: str = "", like: Sequence[dic
 
 
 def save_best(best: Mapping[str, Mapping[str, dict]], file: str, title: str) -> bool:
-    """Draw one row for each operator and one column for each kind of device: `best` has records by kind and operator."""
+    """Draw one row per operator and one column per kind of device: `best` maps kind, then operator, to a record."""
     if not _has_matplotlib():
         return False
     operators = list(dict.fromkeys(name for found in best.values() for name in found))
@@ -80,7 +80,7 @@ def save_best(best: Mapping[str, Mapping[str, dict]], file: str, title: str) -> 
 
 
 def speedup(record: dict, phase: str) -> float | None:
-    """Times faster than eager PyTorch: device time on GPUs, a call's on CPUs."""
+    """Times faster than eager PyTorch: by device time on GPUs, by the time of a call on CPUs."""
     found = record["speedup"]["eager"].get(phase, {})
     return found.get("graph_ms" if record["environment"]["kind"] == "cuda" else "call_ms")
 
@@ -106,7 +106,7 @@ def _device(where: Mapping) -> str:
 
 
 def _rows(records: Sequence[dict]) -> list[tuple[str, dict | None]]:
-    """Labels and records; where there are several operators, each begins with a row that has its name alone."""
+    """Labels and records. With several operators, each starts with a header row, whose record is None."""
     varying = [k for k in ("dtype", "layout", "impl") if len({r[k] for r in records}) > 1]
     several = len({r["operator"] for r in records}) > 1
     rows: list[tuple[str, dict | None]] = []
@@ -142,7 +142,7 @@ def _figure(title: str, rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def _speed(axes, rows: Sequence[tuple[str, dict | None]], phases: Iterable[str], span: tuple[float, float]) -> None:
-    """Bars from 1, which is as fast as eager, to the right if faster."""
+    """Bars start at 1, which is eager's speed; faster is to the right."""
     phases = list(phases)
     axes.set_xscale("log")
     axes.set_xlim(min(0.9, 0.6 * span[0]), 4 * max(span[1], 2))
@@ -162,7 +162,7 @@ def _speed(axes, rows: Sequence[tuple[str, dict | None]], phases: Iterable[str],
 
 
 def _memory(axes, rows: Sequence[tuple[str, dict | None]], phase: str, span: tuple[float, float]) -> None:
-    """A dot for each contender, joined by a line: a bar would need a zero, which a logarithmic axis lacks."""
+    """One dot per contender, joined by a line: bars would need a zero, which a logarithmic axis does not have."""
     axes.set_xscale("log")
     axes.set_xlim(span[0] / 3, span[1] * 4)
     for y, (_, record) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The measuring protocol: one operator on one case, checked, timed, weighed, and held against PyTorch and against the floor."""
+"""The measuring protocol: check one operator on one case, time it, measure its memory, compare with PyTorch and the floor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from . import timing
 from .check import Truth, every, forward_backward, leaves
 from .environment import environment
 
-SECONDS = 0.1  # for each figure
-STAGES = ("compiling and checking", "timing", "weighing", "floor and host cost")
+SECONDS = 0.1  # spent on each figure
+STAGES = ("compiling and checking", "timing", "measuring memory", "floor and host cost")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure. `against` eager is what a user of plain PyTorch writes, compile is ``torch.compile`` of that."""
+    """What to measure. `against`: "eager" is what a user of plain PyTorch writes, "compile" is ``torch.compile`` of that."""
 
     operator: Operator
     case: str
@@ -45,17 +45,17 @@ class Job:
         return args
 
     def outlines(self, grad: bool) -> list:
-        """The same without their values, for a plan: they take no memory, and their device need not be there."""
+        """The inputs without values, for a plan: they take no memory, and their device need not exist here."""
         with fake_mode():
-            args = replace(self, device=torch.device("cpu")).inputs()  # generators of other devices need the device
+            args = replace(self, device=torch.device("cpu")).inputs()  # a random generator for another device needs that device
             new = partial(torch.empty_strided, device=self.device, requires_grad=grad)
             return [new(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
 
 
 def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: bool = True) -> dict:
-    """One record, ready for JSON. No speed-up is in it unless the value and every gradient are right.
+    """One record, ready for JSON. It has a speed-up only if the value and every gradient are right.
 
-    `begin` hears of each stage; `extras` are the index and the search timed apart, the floor and the host cost.
+    `begin` is called with each stage; `extras` are the index and the search timed separately, the floor and the host cost.
     """
     operator, device = job.operator, job.device
     if device.type == "cuda":
@@ -70,7 +70,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     cotangent = _cotangent(out)
     n = every(operator, out)
     part = cotangent
-    if n > 1:  # to the truth, the queries that it leaves out give no gradient
+    if n > 1:  # queries that the truth leaves out must not contribute to gradients
         number = torch.arange(out.shape[operator.result], device=device)
         part = cotangent * (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result % out.ndim))
     read, written = sum(a.nbytes for a in args if isinstance(a, Tensor)), out.nbytes
@@ -79,11 +79,11 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     figures: dict[str, dict] = {"sonde": {"errors": verdict.errors}}
     for name in job.against:
         figures[name] = {}
-        for given in ((asking, part), (args, None)):  # a value may be had where gradients do not fit
+        for given in ((asking, part), (args, None)):  # the forward pass may fit into memory where gradients do not
             try:
                 figures[name]["errors"] = truth.judge(contenders[name], *given).errors
                 break
-            except RuntimeError as problem:  # out of memory, or nothing to compile with: that is a result too
+            except RuntimeError as problem:  # out of memory, or no compiler: a result too
                 figures[name]["failed"] = str(problem).strip().splitlines()[0]
         else:
             del contenders[name]
@@ -101,7 +101,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     apart = _apart(job, args) if extras else None
     deterministic = _deterministic_ms(phases) if device.type == "cuda" and job.backward else None
 
-    begin(f"{job}: weighing")
+    begin(f"{job}: measuring memory")
     for phase, calls in phases.items():
         for name, call in calls.items():
             figures[name][phase]["peak_mib"] = timing.peak_mib(call, device)
@@ -134,7 +134,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
 
 
 def again(job: Job, record: dict) -> None:
-    """Time the calls of a record that is right once more; of the times of each contender the least counts."""
+    """Time the calls of a correct record once more, and keep the smaller time of each contender."""
     figures, args = record["figures"], job.inputs()
     contenders = _contenders(job, [name for name in job.against if "forward" in figures[name]])
     cotangent = _cotangent(_forward(contenders["sonde"], args))
@@ -156,7 +156,7 @@ def _cotangent(out: Tensor) -> Tensor:
 def _phases(
     job: Job, contenders: Mapping[str, Callable], args: list, asking: list, cotangent: Tensor, figures: Mapping[str, dict]
 ) -> dict[str, dict[str, Callable]]:
-    """What is timed: each contender's call forward and, where that is asked for and did not fail, with backward."""
+    """The calls to time: each contender's forward pass and, if asked for and if it did not fail, forward with backward."""
     direct, positional = job.operator.written(args, job.impl)
     few, timed = {"sonde": len(positional)}, {**contenders, "sonde": direct}
     phases: dict[str, dict[str, Callable]] = {
@@ -194,7 +194,7 @@ def _deterministic_ms(phases: Mapping) -> float:
 
 
 def _apart(job: Job, args: Sequence) -> dict[str, dict] | None:
-    """Where there is a search: times of building the index of points, and of the call that is given one."""
+    """For operators with a search: the time to build the index of points, and of a call that is given one."""
     if not job.operator.searched or choose(job.operator.name, job.impl, args[0]) == "reference":
         return None
     from ..points import PointIndex
@@ -210,7 +210,7 @@ def _apart(job: Job, args: Sequence) -> dict[str, dict] | None:
 
 
 def _speedups(figures: Mapping) -> dict:
-    """How many times less time and memory than each other contender, by phase and figure."""
+    """The ratios of each other contender's time and memory to ours, by phase and figure."""
     ours = figures["sonde"]
     return {
         name: {
@@ -224,11 +224,11 @@ def _speedups(figures: Mapping) -> dict:
 
 
 def _floor(job: Job, args: Sequence, flush: Tensor | None, record: Mapping) -> dict:
-    """The least time each phase could take here, and what share of the time it takes that is.
+    """The least time that each phase could take here, and its share of the measured time.
 
-    ``copy``: every input is read once and every result written once (the backward pass reads the inputs and the cotangent
-    and writes a gradient for each input), as fast as a copy. ``gather``: a kernel that reads the rows that the samples
-    touch, in the same order, and computes nothing.
+    ``copy``: read every input once and write every result once at the speed of a copy (the backward pass reads the inputs and
+    the cotangent and writes a gradient for each input). ``gather``: a kernel that reads the rows that the samples touch, in the
+    same order, and computes nothing.
     """
     bandwidth = _bandwidth(job.device)
     figure = "graph_ms" if job.device.type == "cuda" else "call_ms"

@@ -1,10 +1,10 @@
 """How time and memory are measured. The figures of one call are
 
-- ``call_ms``: one Python call, host included, until the device is done;
-- ``graph_ms``: one replay of the call as a CUDA graph, device only;
+- ``call_ms``: one Python call, including host time, until the device is done;
+- ``graph_ms``: one replay of the call as a CUDA graph, device time only;
 - ``cold_ms``: the same after the L2 cache was overwritten;
-- ``peak_mib``: what torch's allocator hands out at the worst moment of the call, beyond what was there before. On CPUs the
-  profiler reads that allocator, so the figure means the same there; scratch that a CPU kernel takes on its own is not in it.
+- ``peak_mib``: the peak of torch's allocator during the call, beyond what was allocated before. On CPUs the profiler observes
+  that allocator, so the figure means the same; scratch that a CPU kernel allocates by itself is not counted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..op import allocator
 
-REPEATS = 7  # at least, unless one takes half a second on a GPU
-TURNS = 5  # of contenders on a GPU
-HOST_TURNS = {"cpu": 30, "cuda": 400}  # seconds beside a GPU, whose host is in one state or another for as long
+REPEATS = 7  # at least, unless one run takes half a second on a GPU
+TURNS = 5  # rounds over the contenders on a GPU
+HOST_TURNS = {"cpu": 30, "cuda": 400}  # a GPU's host may be slow for seconds at a time, so these rounds take seconds
 MIB = 1 << 20
 
 
 def call_ms(calls: Mapping[str, Callable], device: torch.device, seconds: float) -> dict[str, float]:
-    """Median time of one call of each contender, over about `seconds` for each. They take turns: a busy moment meets all of them.
+    """Median time of one call of each contender, over about `seconds` each. They take turns, so a busy moment hits all of them.
 
-    On a GPU, of the medians of several turns the least: the host is the most of a short call's time, and what else it does only
-    adds, for seconds on end. Long calls have two turns.
+    On a GPU: the smallest of several turns' medians, because host time dominates a short call, and other work on the host can
+    slow it down for seconds. Long calls get two turns.
     """
     if device.type == "cuda":
         least: dict[str, float] = {}
@@ -54,7 +54,7 @@ def call_ms(calls: Mapping[str, Callable], device: torch.device, seconds: float)
 
 
 def graph_ms(call: Callable, seconds: float, flush: torch.Tensor | None = None) -> dict[str, float]:
-    """Median time of a CUDA-graph replay, and with `flush` also of one that finds nothing in the L2 cache."""
+    """Median time of a CUDA-graph replay; with `flush`, also of one with a cold L2 cache."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -71,7 +71,7 @@ def graph_ms(call: Callable, seconds: float, flush: torch.Tensor | None = None) 
 
 
 def _events(call: Callable, seconds: float, batch: bool = False, before: Callable | None = None) -> float:
-    """Median milliseconds between two CUDA events, after a warm-up; `batch`: around several calls, enqueued together."""
+    """Median milliseconds between two CUDA events, after a warm-up. With `batch`, short calls are timed several at a time."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def once(times: int = 1) -> float:
@@ -107,8 +107,8 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        allocator.forget()  # or the call would find some of its results there
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it greets on stderr
+        allocator.forget()  # otherwise the call would reuse memory of earlier results
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keep the profiler from logging to stderr
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             held = call()
         events = profiler.profiler.kineto_results.events()
@@ -116,12 +116,12 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
             now += event.nbytes()
             peak = max(peak, now)
-    del held  # results count as memory of the call
+    del held  # only now: results count towards the peak
     return peak / MIB
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes on this device, now."""
+    """Bytes per second, read plus written, of a large copy on this device, measured now."""
     gpu = device.type == "cuda"
     source = torch.ones((1024 if gpu else 64) * MIB // 4, device=device)
     target = torch.empty_like(source)
@@ -134,9 +134,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def host_us(calls: Mapping[str, Callable], device: torch.device) -> dict[str, float]:
-    """Microseconds of host time per call on inputs so small that the device never keeps it waiting.
+    """Microseconds of host time per call, on inputs so small that the host never waits for the device.
 
-    Contenders take turns, and the least of each counts: what else runs on the machine, and where threads are moved to, only adds.
+    Contenders take turns, and the smallest time of each counts: other work on the machine can only add to it.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(HOST_TURNS[device.type]):

@@ -1,7 +1,7 @@
-"""Search for the best configuration of every kernel on this machine, and keep it for later runs.
+"""Search for the best configuration of every kernel on this machine, and store it for later runs.
 
-Each case runs forward and backward, in the default and in the deterministic mode, so that every kernel that has candidates is met.
-What is stored already is not searched again without --again. Ctrl-C ends the search and keeps what it found.
+Each case runs forward and backward, in the default and in the deterministic mode, so that every kernel with candidates is reached.
+Kernels with a stored winner are not searched again without --again. Ctrl-C ends the search and keeps what it found.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    several = "; several between commas"
+    several = "; separate several by commas"
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
     parser.add_argument("--case", action="append", metavar="NAME", help=f"which workloads (default: all of bench){several}")
     parser.add_argument("--dtype", default="float32,bfloat16", help=f"{', '.join(DTYPES)} (default: float32,bfloat16){several}")
     parser.add_argument("--layout", default=",".join(LAYOUTS), help=f"{', '.join(LAYOUTS)} (default: both){several}")
     parser.add_argument(
-        "--policy", default="best", help="best searches; any runs what is known; stored says what is not stored, with exit code 1"
+        "--policy", default="best", help="best: search; any: run what is known; stored: list what is not stored, with exit code 1"
     )
-    parser.add_argument(
-        "--workers", metavar="N", help="processes that compile (default: SONDE_WORKERS, else one per core, at most 8)"
-    )
+    parser.add_argument("--workers", metavar="N", help="compiler processes (default: SONDE_WORKERS, else one per core, at most 8)")
     parser.add_argument("--max-configs", metavar="N", help="try only the first N candidates of a kernel")
-    parser.add_argument("--budget", metavar="SECONDS", help="begin no trial of a kernel after this time")
-    parser.add_argument("--again", action="store_true", help="search also where a winner is stored")
+    parser.add_argument("--budget", metavar="SECONDS", help="start no trial of a kernel after this time")
+    parser.add_argument("--again", action="store_true", help="search even where a winner is stored")
     parser.add_argument("--dry-run", action="store_true", help="list kernels, candidates and what runs now; launch nothing")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the results to FILE; print them without one")
 
@@ -77,12 +75,12 @@ def run(options: argparse.Namespace) -> int:
 
 class Planned(NamedTuple):
     job: Job
-    kernels: dict[tuple, Kernel]  # of both modes, each once
+    kernels: dict[tuple, Kernel]  # those of both modes, without duplicates
 
 
 @dataclass
 class Search:
-    """What one search did, as it told."""
+    """The progress and the outcome of one search."""
 
     kernel: Tunable
     problem: Any
@@ -105,7 +103,7 @@ class Search:
         return [t for t in self.trials if t.cause]
 
 
-# --- what is asked for
+# --- options
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +164,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _kernels(job: Job) -> dict[tuple, Kernel]:
-    """What runs now, whatever the policy; by key where there is a choice."""
+    """The kernels that run without a search, whatever the policy; by key where there is a choice."""
     from ..jit import PickAny, settings
 
     with settings.set(PickAny):
@@ -178,7 +176,7 @@ def _choices(found: Sequence[Planned]) -> dict[Key, Kernel]:
     return {k.key: k for _, kernels in found for k in kernels.values() if k.key is not None}
 
 
-# --- what is known
+# --- reports without a search
 
 
 def _dry_run(found: Sequence[Planned], options: argparse.Namespace) -> int:
@@ -189,7 +187,7 @@ def _dry_run(found: Sequence[Planned], options: argparse.Namespace) -> int:
         [p.job.operator.name, p.job.case, p.job.dtype, p.job.layout, k.key.kernel, short(k.config), k.origin, f"{k.candidates}"]
         for p in found
         for k in p.kernels.values()
-        if k.key  # sonde explain lists the others, which run in one way only
+        if k.key  # sonde explain lists the others, which have only one configuration
     ]
     head = ["operator", "case", "dtype", "layout", "kernel", "runs now", "from", "candidates"]
     choices = _choices(found)
@@ -197,7 +195,7 @@ def _dry_run(found: Sequence[Planned], options: argparse.Namespace) -> int:
     missing = [k for k in choices.values() if k.origin != "tuned"]
     todo = list(choices.values()) if options.again else missing
     count = sum(map(_count(options), todo))
-    print(f"{len(choices)} kernels with a choice, {len(missing)} of them not tuned; {count} candidates to try")
+    print(f"{len(choices)} kernels with several configurations, {len(missing)} of them not tuned; {count} candidates to try")
     return 0
 
 
@@ -211,7 +209,7 @@ def _stored(found: Sequence[Planned], options: argparse.Namespace) -> int:
         rows = [[*_identity(k.key), short(k.config), k.origin] for k in missing]
         table(head, rows, f"Not stored for {missing[0].key.device}: {len(missing)} of {len(choices)}; sonde tune searches", left=6)
     else:
-        print(f"All {len(choices)} kernels with a choice have a stored winner")
+        print(f"All {len(choices)} kernels with several configurations have a stored winner")
     return 1 if missing else 0
 
 
@@ -240,7 +238,7 @@ def _tune(found: Sequence[Planned], policy: Policy, limits: dict[str, Any], opti
             for job, _ in found:
                 try:
                     _run(job, check)
-                except RuntimeError as problem:  # out of memory, or no candidate can be used: the others go on
+                except RuntimeError as problem:  # out of memory, or no usable candidate; go on with the others
                     errors.append(f"{job}: {str(problem).strip()}")
     except KeyboardInterrupt:
         interrupted = True
@@ -252,7 +250,7 @@ def _tune(found: Sequence[Planned], policy: Policy, limits: dict[str, Any], opti
 
 
 def _run(job: Job, check: Callable[[], None]) -> None:
-    """Every kernel of a job once, in this thread, where Ctrl-C is heard."""
+    """Run every kernel of a job once, in this thread, because only the main thread receives Ctrl-C."""
     import torch
 
     from .check import forward_backward, leaves
@@ -275,7 +273,7 @@ def _run(job: Job, check: Callable[[], None]) -> None:
 
 @contextmanager
 def _remembered_interrupts() -> Iterator[Callable[[], None]]:
-    """A search that has found something ends quietly on Ctrl-C; the function given here raises what it swallowed."""
+    """A search that has found something swallows Ctrl-C; the function yielded here raises it again."""
     seen: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -288,7 +286,7 @@ def _remembered_interrupts() -> Iterator[Callable[[], None]]:
 
     try:
         before = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread, which alone is interrupted
+    except ValueError:  # not in the main thread, which alone receives signals
         yield check
         return
     try:
@@ -301,7 +299,7 @@ def _remembered_interrupts() -> Iterator[Callable[[], None]]:
 def _listening(
     searches: dict[Key, Search], planned: Callable[[Key], int], say: Callable[[int, str], None], check: Callable[[], None]
 ) -> Iterator[None]:
-    """Note every search, and show how it goes."""
+    """Record every search and show its progress."""
     from ..jit.kernel import _listeners
 
     def begin(kernel: Tunable, problem: Any, key: Key) -> Callable:
@@ -330,7 +328,7 @@ def _count(options: argparse.Namespace) -> Callable[[Kernel], int]:
     return lambda k: k.candidates if most is None else min(most, k.candidates)
 
 
-# --- what came out
+# --- results
 
 
 def _report(
@@ -341,7 +339,7 @@ def _report(
 
     store = open_store()
     stored = {w.key: w for w in store.winners()}
-    keys = list(dict.fromkeys([*_choices(found), *searches]))  # a search that no plan knew of is shown, too
+    keys = list(dict.fromkeys([*_choices(found), *searches]))  # including searches of kernels that no plan listed
     if options.json:
         document = dict(
             environment=environment(found[0].job.device),
@@ -387,7 +385,7 @@ def _row(key: Key, search: Search | None, winner: Any) -> list[str]:
 
 
 def _result(key: Key, search: Search | None, winner: Any) -> dict[str, Any]:
-    """Of a search or, where there was none, of what is stored; the configuration is the one that runs from now on."""
+    """The result of a search or, without one, what is stored; `config` is what runs from now on."""
     default = search.default_us if search else None
     best = search.best.median_us if search and search.best else winner.median_us if winner else None
     return dict(
@@ -413,7 +411,7 @@ def _kernel(k: Kernel) -> dict[str, Any]:
 
 
 def _identity(key: Key) -> list[str]:
-    """Kernel, dtypes, constants and bucket, in few letters."""
+    """Kernel, dtypes, constants and bucket, abbreviated."""
     dtypes = " ".join(SHORT.get(name, name) for name in key.dtypes.split())
     constants = " ".join(f"{k}={SHORT.get(str(v).removeprefix('torch.'), v)}" for k, v in json.loads(key.constants).items())
     bucket = " ".join(f"{k}≥{1 << bits >> 1}" for k, bits in json.loads(key.bucket).items())

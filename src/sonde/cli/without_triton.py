@@ -1,6 +1,6 @@
-"""Plans of Triton kernels where Triton is not installed: its decorators and names, without a compiler behind them.
+"""Plan Triton kernels where Triton is not installed: a stand-in with its decorators and names, and no compiler.
 
-A plan reads which kernels there are, their problems and their candidates; it never looks into a kernel.
+A plan needs only the list of kernels, their problems and their candidates; it never looks inside a kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Name:
-    """Any name of Triton's: it has attributes, and can be called, subscripted and used as a decorator."""
+    """Stands in for any name of Triton's: it has attributes, can be called and can decorate."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class _Name:
 
 
 class constexpr:
-    """A constant of a kernel, as Triton shows it."""
+    """A constant of a kernel, with Triton's repr."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -47,7 +47,7 @@ def _jit(function: Callable | None = None, **options: Any) -> Any:
     if function is None:
         return _jit
     named = wraps(function)(lambda *args, **options: None)
-    named.fn = function  # type: ignore[attr-defined]  # what keys of the tuning store are computed from
+    named.fn = function  # type: ignore[attr-defined]  # the store's keys hash its source
     return named
 
 
@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder, Loader):
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Inside of it, kernels can be planned as if Triton were there."""
+    """Inside this context, kernels can be planned as if Triton were installed."""
     from ..op import plan
 
     finder = _Finder()

@@ -1,4 +1,7 @@
-"""Other libraries' names and argument orders, so that a change of import is all it takes; imported when first used."""
+"""Drop-in replacements under other libraries' names and argument orders: change an import, and nothing else.
+
+Each module is imported when it is first used.
+"""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ``mmcv.ops.multi_scale_deform_attn`` calls by these names; what they mean is said at :func:`sonde.ms_deform_attn`."""
+"""Drop-ins for ``mmcv.ops.multi_scale_deform_attn``; :func:`sonde.ms_deform_attn` documents what they compute."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class MultiScaleDeformableAttnFunction:
         attention_weights: Tensor,
         im2col_step: int = 64,
     ) -> Tensor:
-        """Sum what each query sees.
+        """Sample the value for each query, and sum with the attention weights.
 
         Args:
             value: ``[B, S, heads, channels]``.
             value_spatial_shapes: ``[L, 2]``.
             value_level_start_index: ``[L]``.
-            sampling_locations: ``[B, Q, heads, L, P, 2]``, in float32 also where the value is in half precision.
+            sampling_locations: ``[B, Q, heads, L, P, 2]``, in float32 even if the value is in half precision.
             attention_weights: ``[B, Q, heads, L, P]``.
-            im2col_step: Ignored: no batch is too large or has to be a multiple of it.
+            im2col_step: Ignored; batches may have any size.
 
         Returns:
             ``[B, Q, heads * channels]``.
@@ -48,7 +48,7 @@ class MultiScaleDeformableAttnFunction:
 def multi_scale_deformable_attn_pytorch(
     value: Tensor, value_spatial_shapes: Tensor | Sequence[Any], sampling_locations: Tensor, attention_weights: Tensor
 ) -> Tensor:
-    """The same without `value_level_start_index`: levels follow one another. Shapes on a device stay there."""
+    """The same without `value_level_start_index`: levels are contiguous. Shapes on a GPU are not copied to the host."""
     starts = None
     if isinstance(value_spatial_shapes, Tensor):
         checks.dense("multi_scale_deformable_attn_pytorch", "value_spatial_shapes", value_spatial_shapes)

@@ -1,6 +1,6 @@
-"""What PhysicsNeMo and its tutorial on custom kernels call by these names; what they mean is said at the functions of ``sonde``.
+"""Drop-ins for functions of PhysicsNeMo and of its tutorial on custom kernels.
 
-The tutorial's functions take queries first, the functionals take points first, as the originals do.
+As in the originals, the tutorial's functions take queries first, and the functionals take points first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def __dir__() -> list[str]:
 def knn_weighted_feature_aggregation(
     p1: Tensor, p2: Tensor, p2_features: Tensor, k: int = 3, sigma: float | Tensor = 0.1, eps: float = 1e-8
 ) -> Tensor:
-    """Features of the k nearest points of `p2`, for every point of `p1`: :func:`sonde.knn_aggregate`.
+    """Weighted mean of the features of the k nearest points of `p2`, for every point of `p1`: :func:`sonde.knn_aggregate`.
 
     Args:
-        p1: Where to, ``[M, D]`` or ``[B, M, D]``.
-        p2: Where from, ``[N, D]`` or ``[B, N, D]``.
+        p1: Queries, ``[M, D]`` or ``[B, M, D]``.
+        p2: Points, ``[N, D]`` or ``[B, N, D]``.
         p2_features: ``[N, F]`` or ``[B, N, F]``.
         k: How many neighbours.
         sigma: σ of the weights softmax(−d/σ).
@@ -41,10 +41,10 @@ def knn_weighted_feature_aggregation(
 def radius_bounded_feature_aggregation(
     p1: Tensor, p2: Tensor, p2_features: Tensor, radius: float, sigma: float | Tensor = 0.1
 ) -> Tensor:
-    """Features of all points of `p2` within `radius`, for every point of `p1`: :func:`sonde.radius_aggregate`.
+    """Weighted mean of the features of all points of `p2` within `radius`, for every point of `p1`: :func:`sonde.radius_aggregate`.
 
-    Weights sum to one. The original divides by their sum plus 1e-8, which makes them vanish where σ is much smaller than the
-    distances; its Warp kernel's gradient lacks the division altogether.
+    The weights sum to one. The original divides by their sum plus 1e-8, so results vanish where σ is much smaller than the
+    distances; the gradient of its Warp kernel omits the division.
     """
     return radius_aggregate(p1, p2, p2_features, radius, sigma)
 
@@ -52,7 +52,7 @@ def radius_bounded_feature_aggregation(
 def knn(points: Tensor, queries: Tensor, k: int, implementation: str | None = None) -> tuple[Tensor, Tensor]:
     """``physicsnemo.nn.functional.knn``: indices ``[M, k]``, then distances ``[M, k]``.
 
-    `implementation` is ignored. Where there are fewer than k points, indices are −1 and distances +inf; the original fails.
+    `implementation` is ignored. With fewer than k points, missing indices are −1 and distances +inf; the original fails.
     """
     found = _knn(queries, points, k)
     return found.indices, found.distances
@@ -69,21 +69,22 @@ def radius_search(
 ) -> Tensor | tuple[Tensor, ...]:
     """``physicsnemo.nn.functional.radius_search``.
 
-    With `max_points` the **nearest** so many, nearest first (the original's Warp kernel takes those that it meets first). What is
-    missing is 0 in indices, points and distances, as there: :func:`sonde.radius_neighbors` tells it from the first point.
+    With `max_points`, the **nearest** neighbours up to that number, nearest first (the original's Warp kernel takes the first it
+    finds). As in the original, missing neighbours are 0 in indices, points and distances; :func:`sonde.radius_neighbors` returns
+    −1, which cannot be mistaken for the first point.
 
     Args:
         points: ``[N, D]`` or ``[B, N, D]``.
         queries: ``[M, D]`` or ``[B, M, D]``.
         radius: Inclusive.
-        max_points: At most so many of each query; None finds all, and waits for the device to know how many they are.
-        return_dists: Distances too, with gradients.
-        return_points: The points themselves too, with gradients.
+        max_points: At most this many per query; None finds all, and waits for the device, since the count sets the result's size.
+        return_dists: Also return distances, with gradients.
+        return_points: Also return the points, with gradients.
         implementation: Ignored.
 
     Returns:
-        Indices ``[M, max_points]``, or for all neighbours pairs ``[2, count]`` (query, point), of batches triples ``[3, count]``
-        (row, query, point), ascending by query and distance; then points and distances, if asked for. One tensor comes alone.
+        Indices ``[M, max_points]``; with ``max_points=None``, pairs ``[2, count]`` (query, point) or, for batches, triples
+        ``[3, count]`` (row, query, point), ordered by query, then distance. Then points and distances, if asked for, as a tuple.
     """
     for name, value in (("return_dists", return_dists), ("return_points", return_points)):
         if not isinstance(value, (bool, int)):
@@ -110,7 +111,7 @@ def _pairs(points: Tensor, queries: Tensor, radius: float, return_points: bool) 
 
 
 def _rows(points: Tensor, indices: Tensor) -> Tensor:
-    """``points[indices]``, batch by batch; there is always a first point where an index is used."""
+    """``points[indices]`` for each row of the batch; zeros if there are no points."""
     if points.shape[-2] == 0:
         return points.new_zeros(*indices.shape, points.shape[-1])
     if points.ndim == 2:

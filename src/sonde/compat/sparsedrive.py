@@ -1,6 +1,7 @@
-"""What the ``ops`` of SparseDrive and Sparse4D call by these names; what they mean is said at :func:`sonde.deformable_aggregation`.
+"""Drop-ins for the ``ops`` of SparseDrive and Sparse4D; :func:`sonde.deformable_aggregation` documents what they compute.
 
-The result has the dtype of the feature maps (theirs is always float32), and shapes and starts may also be tuples of integers.
+Unlike the originals, whose result is always float32, the result has the dtype of the feature maps; shapes and starts may also be
+tuples of integers.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def __dir__() -> list[str]:
     return __all__
 
 
-CUDA_EXT_AVAILABLE = True  # so that models take the fused path; there is nothing to compile
+CUDA_EXT_AVAILABLE = True  # models check this before they take the fused path
 
 
 def deformable_aggregation_function(
     feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sampling_location: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sum what each anchor's key points see.
+    """Sample the feature maps at each anchor's key points, and sum with the weights.
 
     Args:
         feature_maps: ``[B, S, C]``.
@@ -46,18 +47,18 @@ def deformable_aggregation_function(
 
 
 def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> list[Any]:
-    """Maps to rows of pixels and back.
+    """Convert feature maps to rows of pixels, and back.
 
     Args:
         feature_maps: Maps ``[B, cams, C, H, W]``, one for each level; or a list of such lists, where groups of cameras have maps
-            of different sizes. With `inverse` what this function returned.
-        inverse: The way back.
+            of different sizes. With `inverse`, what this function returned.
+        inverse: Convert back to maps.
 
     Returns:
         ``[features, spatial_shape, scale_start_index]``, ``[B, S, C]``, ``[cams, L, 2]`` and ``[cams, L]``, the latter two on the
-        CPU, where nothing waits for them. The starts count from the first row of all groups; in the originals each group counts
-        from its own, which its kernel misreads. With `inverse` a list of maps for each group of neighbouring cameras with
-        equal sizes.
+        CPU, so that reading them never waits for the GPU. The starts count from the first row of all groups; in the originals
+        each group counts from its own first row, which their kernel misreads. With `inverse`, a list of maps for each run of
+        consecutive cameras with equal sizes.
 
     Example:
         >>> import torch
@@ -84,7 +85,7 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
 
 
 class DeformableAggregationFunction:
-    """``DeformableAggregationFunction.apply`` and, of Sparse4D, ``DeformableAggregationFunction.feature_maps_format``."""
+    """``DeformableAggregationFunction.apply`` and, for Sparse4D, ``DeformableAggregationFunction.feature_maps_format``."""
 
     apply = staticmethod(deformable_aggregation_function)
     feature_maps_format = staticmethod(feature_maps_format)

@@ -1,4 +1,4 @@
-"""What ``torch.nn.functional`` calls by these names: ``F.grid_sample = sonde.compat.torch.grid_sample`` is enough."""
+"""Drop-ins for ``torch.nn.functional``: ``F.grid_sample = sonde.compat.torch.grid_sample`` is enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def __dir__() -> list[str]:
 def grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tensor:
-    """``torch.nn.functional.grid_sample`` with its signature; what it means is said at :func:`sonde.grid_sample`."""
+    """``torch.nn.functional.grid_sample`` with its signature; see :func:`sonde.grid_sample`."""
     if align_corners is None:
         if not compiler.is_compiling():  # a warning would break the graph
             warnings.warn(

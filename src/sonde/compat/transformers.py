@@ -2,7 +2,7 @@
 
 from sonde.compat import transformers as fast
 
-fast.patch()  # until fast.unpatch(); in a ``with`` statement until its end
+fast.patch()  # until fast.unpatch(), or until the end of a ``with`` block
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class MultiScaleDeformableAttention(nn.Module):
         attention_weights: Tensor,
         im2col_step: int = 64,
     ) -> Tensor:
-        """Sum what each query sees.
+        """Sample the value for each query, and sum with the attention weights.
 
         Args:
             value: ``[B, S, heads, channels]``.
-            value_spatial_shapes: ``[L, 2]`` on the device; not looked at, since the list says the same without a wait.
+            value_spatial_shapes: ``[L, 2]`` on the device; not read, since the list has the same values on the host.
             value_spatial_shapes_list: (height, width) of each level.
-            level_start_index: Not looked at: levels follow one another.
+            level_start_index: Not read: levels are contiguous.
             sampling_locations: ``[B, Q, heads, L, P, 2]``.
             attention_weights: ``[B, Q, heads, L, P]``.
             im2col_step: Ignored.
@@ -56,7 +56,7 @@ class MultiScaleDeformableAttention(nn.Module):
         return _ms_deform_attn(value, value_spatial_shapes_list, None, sampling_locations, attention_weights)
 
 
-_REPLACED = {  # in the modules of transformers: the name, what of it is replaced, and by what
+_REPLACED = {  # in the modules of transformers: name → (the attribute to replace, or None for the name itself; its replacement)
     "MultiScaleDeformableAttention": ("forward", MultiScaleDeformableAttention.forward),
     "multi_scale_deformable_attention": (None, multi_scale_deformable_attention),
 }
@@ -75,17 +75,17 @@ class Patch:
 
     def __exit__(self, *_: object) -> None:
         for place in self.replaced:
-            if place in _originals:  # unpatch() may have been here
+            if place in _originals:  # unpatch() may have restored it already
                 _originals.remove(place)
                 setattr(*place)
 
 
 def patch() -> Patch:
-    """Make every model of ``transformers`` that has this attention use Sonde's, models that exist already included.
+    """Make every model of ``transformers`` that has this attention use Sonde's, including models that exist already.
 
     These are the models whose modules define ``MultiScaleDeformableAttention`` (Deformable DETR, RT-DETR, Grounding DINO and
-    others) or ``multi_scale_deformable_attention`` (Mask2Former, OneFormer). RT-DETRv2 and D-FINE sample in another way and
-    stay as they are. Call it before ``torch.compile``; a second call changes nothing.
+    others) or ``multi_scale_deformable_attention`` (Mask2Former, OneFormer). RT-DETRv2 and D-FINE sample differently and are
+    not changed. Call it before ``torch.compile``; a second call does nothing.
     """
     replaced = []
     for module in _modules():
@@ -108,7 +108,7 @@ def unpatch() -> None:
 
 
 def _modules() -> list[Any]:
-    """The modules of transformers that define what is replaced; those not in use yet are imported."""
+    """The modules of transformers that define what is replaced; imports those that are not loaded yet."""
     found = find_spec("transformers")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("sonde.compat.transformers.patch: transformers is not installed; pip install transformers")

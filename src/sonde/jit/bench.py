@@ -1,4 +1,4 @@
-"""One problem on tensors of its own: does a configuration compute what the reference does, and how fast?"""
+"""Try configurations on one problem: does each compute what the reference does, and how fast is it?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from .process import describe
 from .timing import time_us
 
-ALIGNMENT = 512  # bytes: what a GPU's allocator gives
+ALIGNMENT = 512  # bytes, as torch's CUDA allocator aligns
 
 
 class Bench:
-    """A problem on tensors that are its own, with what must come out."""
+    """A problem, tensors that it owns, and the expected results."""
 
     def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
         self.kernel, self.problem, self.tensors = kernel, problem, tensors
@@ -25,7 +25,7 @@ class Bench:
             torch.cuda.empty_cache()  # the reference needs far more than any candidate
 
     def trial(self, config: Any, best_us: float | None) -> tuple[tuple[float, ...], str | None, float | None, bool]:
-        """Times, cause, error, and whether this process can go on."""
+        """Times, cause of failure, error, and whether this process is still usable."""
         try:
             return *self._try(config, best_us), True
         except Exception as error:
@@ -43,7 +43,7 @@ class Bench:
         times: tuple[float, ...] = ()
         if error <= allowed:
             times = time_us(run, self.device, best_us, before=self._zero if self.kernel.adds else None)
-            error, allowed = self._error()  # it may be right only now and then
+            error, allowed = self._error()  # again: a race may show only in some runs
         if error <= allowed:
             return times, None, error
         return (), f"disagrees with the reference: relative error {error:.3g}, allowed is {allowed:.3g}", error
@@ -55,21 +55,21 @@ class Bench:
                 tensor.zero_()
 
     def _error(self) -> tuple[float, float]:
-        """Of the result that is worst, and what it may be: no less than its dtype can tell apart."""
+        """Error of the worst result and the error it may have, which is at least twice its dtype's epsilon."""
         found = []
         for position, want in self.expected.items():
             got = self.tensors[position]
             if got is not None:
                 smallest = 2 * torch.finfo(got.dtype).eps if got.is_floating_point() else 0.0
                 found.append((relative_error(got, want), max(self.kernel.tolerance, smallest)))
-        unequal = [(e, allowed) for e, allowed in found if e != e]  # a NaN is worse than any number
+        unequal = [(e, allowed) for e, allowed in found if e != e]  # NaN counts as worst
         return max(unequal or found, key=lambda pair: pair[0] / pair[1], default=(0.0, self.kernel.tolerance))
 
     def _is_healthy(self) -> bool:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        except Exception:  # an illegal access spoils everything after it
+        except Exception:  # after an illegal access, every CUDA call of this process fails
             return False
         return True
 
@@ -101,25 +101,25 @@ class Layout(NamedTuple):
 
 
 def spans(tensors: Sequence[Tensor | None], writes: Sequence[int]) -> list[Tensor | None]:
-    """What the inputs cover of their storages; of what is written, nothing is needed."""
+    """The part of its storage that each input covers; None for outputs, whose values do not matter."""
     inputs = [None if i in writes else t for i, t in enumerate(tensors)]
     return [None if t is None else t.detach().as_strided((Layout.of(t).span,), (1,)) for t in inputs]
 
 
 def copies(layouts: Sequence[Layout | None], spans: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Tensors with these strides and alignments, in memory of their own."""
+    """New tensors with the same strides and alignment."""
     found: list[Tensor | None] = []
     for layout, span in zip(layouts, spans):
         if layout is None:
             found.append(None)
             continue
-        room = torch.empty(layout.span + ALIGNMENT // layout.dtype.itemsize, dtype=layout.dtype, device=device)
-        offset = (layout.address - room.data_ptr()) % ALIGNMENT // layout.dtype.itemsize
+        buffer = torch.empty(layout.span + ALIGNMENT // layout.dtype.itemsize, dtype=layout.dtype, device=device)
+        offset = (layout.address - buffer.data_ptr()) % ALIGNMENT // layout.dtype.itemsize
         if span is not None:
-            room[offset : offset + layout.span].copy_(span)
+            buffer[offset : offset + layout.span].copy_(span)
         else:
-            _poison(room)
-        found.append(room.as_strided(layout.size, layout.stride, offset))
+            _poison(buffer)
+        found.append(buffer.as_strided(layout.size, layout.stride, offset))
     return found
 
 

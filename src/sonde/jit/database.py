@@ -1,7 +1,7 @@
 """The file behind the tuning store: how it is opened, shared by many processes, and replaced when it is damaged.
 
-A connection lives for one transaction. That costs a millisecond where nothing is hot, and leaves no connection to be carried into
-a forked child, used by two threads, or still writing to a file that another process has moved aside.
+A connection lives for one transaction. Opening one takes a millisecond, which no hot path pays, and no connection can be inherited
+by a forked child, shared by two threads, or left writing to a file that another process has moved aside.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
-PATIENCE_S = 30.0  # with other writers
-HICCUP_S = 0.05  # what a file that is being moved aside by somebody else can look like
+PATIENCE_S = 30.0  # how long to retry while others write
+HICCUP_S = 0.05  # how long to retry other errors, which a file that another process is moving aside may cause
 VERSION = 1
 SCHEMA = """
 CREATE TABLE keys (
@@ -43,17 +43,17 @@ CREATE TABLE winners (
 CREATE TABLE leases (key INTEGER PRIMARY KEY, owner TEXT NOT NULL, since REAL NOT NULL, until REAL NOT NULL)
 """
 
-_turn = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a fork amid SQLite's work would leave its own locks taken in the child for ever
-    os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release)
+_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a fork while SQLite works would leave SQLite's own locks held in the child forever
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Unusable(Exception):
-    """Why there is no store."""
+    """The store cannot be used; the message says why."""
 
 
 class Damaged(Exception):
-    """What the file holds is not what was written; `mark` becomes part of the name under which it is kept."""
+    """The file does not hold what was written; it is kept under another name, which contains `mark`."""
 
     mark = "corrupt"
 
@@ -65,9 +65,9 @@ class OtherVersion(Damaged):
 
 
 def transact(path: Path, work: Callable[[Connection], T], write: bool) -> T:
-    """``work(connection)`` in one transaction; it may run again, after a rollback. Raises `Unusable`."""
+    """Run ``work(connection)`` in one transaction; after a rollback it may run again. Raises `Unusable`."""
     try:
-        with _turn:  # a fork amid an import would hang the child as well
+        with _lock:  # a fork during an import would hang the child, too
             import sqlite3
     except ImportError as problem:
         raise Unusable("this Python is built without sqlite3") from problem
@@ -75,7 +75,7 @@ def transact(path: Path, work: Callable[[Connection], T], write: bool) -> T:
     while True:
         before = _identity(path)
         try:
-            with _turn, closing(_connect(path, write)) as db, db:
+            with _lock, closing(_connect(path, write)) as db, db:
                 db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
                 return work(db)
         except OSError as problem:
@@ -88,14 +88,14 @@ def transact(path: Path, work: Callable[[Connection], T], write: bool) -> T:
                     raise Unusable(f"{path} {damage}") from problem
                 _set_aside(path, before, damage)
             elif isinstance(problem, sqlite3.ProgrammingError):
-                raise  # a mistake in the call, not in the file
+                raise  # the call is wrong, not the file
             elif time.monotonic() - start > (PATIENCE_S if "lock" in str(problem) else HICCUP_S):
                 raise Unusable(f"{path}: {problem}") from problem
         time.sleep(random.uniform(0.001, 0.02))
 
 
 def _damage(problem: Exception) -> Damaged | None:
-    """What is wrong with the file itself. SQLite's other errors, about the machine or the call, have classes of their own."""
+    """What is wrong with the file, or None. SQLite has subclasses for errors of the machine or the call."""
     import sqlite3
 
     if isinstance(problem, Damaged):
@@ -109,14 +109,14 @@ def _damage(problem: Exception) -> Damaged | None:
 def _connect(path: Path, write: bool) -> Connection:
     import sqlite3
 
-    if not write and not os.access(path.parent, os.W_OK):  # WAL writes beside the file, also to read it
+    if not write and not os.access(path.parent, os.W_OK):  # in WAL mode even a reader writes files beside the database
         db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(path, timeout=1.0, isolation_level=None)  # short, since a fork waits meanwhile; we try again
+        db = sqlite3.connect(path, timeout=1.0, isolation_level=None)  # short, because forks wait for us; we retry ourselves
     try:
         db.text_factory = _text
-        db.execute("PRAGMA trusted_schema=OFF")  # a file made by others runs none of its own functions
+        db.execute("PRAGMA trusted_schema=OFF")  # a file from elsewhere must not run functions of its own
         db.execute("PRAGMA synchronous=NORMAL")  # safe against kills; a power cut may cost the last timings
         found = _version(db)
         if found not in (0, VERSION):
@@ -130,7 +130,7 @@ def _connect(path: Path, write: bool) -> Connection:
 
 
 def _text(data: bytes) -> str:
-    return data.decode(errors="surrogateescape")  # what is no UTF-8 is one row's problem, which validation leaves out
+    return data.decode(errors="surrogateescape")  # text that is not UTF-8 makes one row invalid, not the whole query
 
 
 def _version(db: Connection) -> int:
@@ -142,7 +142,7 @@ def _create(db: Connection) -> None:
     with db:
         db.execute("BEGIN IMMEDIATE")
         if _version(db) == VERSION:
-            return  # somebody else was faster
+            return  # another process was faster
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise OtherVersion(0)
         for statement in SCHEMA.split(";"):
@@ -162,9 +162,9 @@ def _set_aside(path: Path, seen: tuple[int, int] | None, damage: Damaged) -> Non
     try:
         with _alone(path):
             if _identity(path) != seen:
-                return  # another process has done it, and what is there now is new
+                return  # another process has moved it, and the file there now is new
             kept = f"{path}.{damage.mark}-{time.strftime('%Y%m%d-%H%M%S')}"
-            with suppress(FileNotFoundError):  # the log first: whoever finds no file begins a new one, and would read it
+            with suppress(FileNotFoundError):  # the log first: a process that starts a new file would otherwise replay it
                 os.replace(f"{path}-wal", f"{kept}-wal")
             with suppress(FileNotFoundError):
                 os.unlink(f"{path}-shm")
@@ -178,5 +178,5 @@ def _set_aside(path: Path, seen: tuple[int, int] | None, damage: Damaged) -> Non
 def _alone(path: Path) -> Iterator[None]:
     with open(f"{path}.lock", "w") as file:
         if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back by the system also when this process is killed
+            fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it even if this process is killed
         yield

@@ -1,6 +1,6 @@
-"""A Triton kernel, the configurations that it can run in, and the choice between them: ours and users' own alike.
+"""A Triton kernel, the configurations it can run in, and how one of them is chosen. Users' own kernels work the same way.
 
-In short; ``docs/tuning.md`` has the whole of it:
+An example (``docs/tuning.md`` explains it in full):
 
     class Problem(NamedTuple):
         n: int
@@ -46,8 +46,8 @@ from .policies import PickBest, PickFixed, PickStored
 from .store import Key, open_store
 
 logger = logging.getLogger("sonde")
-MOST_WARPS = 32  # of a block, on any device
-WAIT_S = 600.0  # a process that finds another one tuning waits this long for its winner
+MOST_WARPS = 32  # per block, on any device
+WAIT_S = 600.0  # how long to wait for the winner when another process is already tuning the same kernel
 
 
 class Unsupported(ValueError):
@@ -62,11 +62,11 @@ class Launch(NamedTuple):
     constants: tuple[Any, ...]
     num_warps: int = 4
     num_stages: int = 3
-    fp_fusion: bool = True  # whether a product and a sum may become one operation, which rounds once
-    registers: int | None = None  # of a thread; on NVIDIA's devices, whose compiler may spill a few to have room for more programs
+    fp_fusion: bool = True  # whether the compiler may contract a multiply and an add into one FMA, which rounds once
+    registers: int | None = None  # limit per thread, NVIDIA only: spilling a few registers can raise occupancy
 
     def options(self, backend: str) -> dict[str, Any]:
-        """What the compiler is told beside the arguments."""
+        """The options passed to Triton's compiler."""
         unfused = {} if self.fp_fusion else {"enable_fp_fusion": False}
         limited = {"maxnreg": self.registers} if self.registers and backend == "cuda" else {}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **unfused, **limited}
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
     config: Any
     origin: Literal["tuned", "shipped", "default", "fixed"]
     candidates: int = 1
-    key: Key | None = None  # of the store; None where there is nothing to choose
+    key: Key | None = None  # in the store; None where there is nothing to choose
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +95,10 @@ class Tunable:
     fits: Callable[[Any, Any], bool]
     expected: Callable[..., Mapping[int, Tensor]] | None
     tolerance: float
-    module: str | None  # where another process finds it; None if it cannot
+    module: str | None  # which other processes import it from; None if they cannot
 
     def __call__(self, problem: Any, *tensors: Tensor | None) -> None:
-        """Run on these tensors, in the configuration that the policy picks."""
+        """Run on these tensors in the configuration that the policy picks."""
         kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
         key = (problem, winners.token(), tensors[0].get_device(), *kinds)  # type: ignore[union-attr]
         start = self._bound.get(key)
@@ -107,7 +107,7 @@ class Tunable:
         start(*tensors)
 
     def bind(self, problem: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
-        """Choose, by a search if the policy says so, and compile; what comes back takes the tensors and starts the kernel."""
+        """Choose a configuration, by a search if the policy asks for one, and compile; returns the function that launches it."""
         from .launch import bind  # which imports Triton
 
         dtypes, device = dtypes_of(tensors), tensors[0].device  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ class Tunable:
         while True:
             try:
                 return bind(self.function, tensors, self.launch(problem, choice.config))
-            except Exception as error:  # of the compiler, which is not the one that the winner was found with
+            except Exception as error:  # this compiler may reject a winner that was found with another version
                 if choice.origin not in ("tuned", "shipped") or type(policy) is PickStored:
                     raise
                 self._refused.add((choice.key, choice.config))
@@ -129,22 +129,22 @@ class Tunable:
                 warn_once(f"{self.name} {refused}", f"{text} ({type(error).__name__}: {str(error).strip()[:300]})")
 
     def run(self, problem: Any, config: Any, tensors: Sequence[Tensor | None]) -> None:
-        """Run in this very configuration."""
+        """Run in exactly this configuration."""
         from .launch import bind
 
         bind(self.function, tensors, self.launch(problem, config))(*tensors)
 
     def tunable(self, problem: Any) -> bool:
-        """Whether there is anything to run, a choice of how, and a way to check it."""
+        """True if there is work to do, more than one configuration to choose from, and a reference to check them against."""
         some = self.expected is not None and 0 not in self.launch(problem, self.default(problem)).grid
         return some and len(self.fitting(problem)) > 1
 
     def fitting(self, problem: Any) -> list[Any]:
-        """The candidates that can run, each once, in their order."""
+        """The candidates that can run, in order, without duplicates."""
         return [config for config in dict.fromkeys(self.candidates(problem)) if self.fits(problem, config)]
 
     def choose(self, problem: Any, dtypes: str, device: torch.device) -> Choice:
-        """What runs unless something is searched for: the stored winner, the shipped one or the default, as the policy has it."""
+        """What runs without a search: the stored winner, the shipped one or the default, depending on the policy."""
         policy, default = winners.state()[0], self.default(problem)
         fixed = winners.read(type(default), policy.config) if type(policy) is PickFixed else None
         if fixed is not None:
@@ -170,9 +170,9 @@ class Tunable:
         return Choice(default, "default")
 
     def _known(self, found: Any, problem: Any, key: Key, own: Sequence[Any]) -> Any:
-        """What was stored or shipped, as a configuration; None unless each value is like one of our own, and all of it fits.
+        """A stored or shipped entry as a configuration; None unless its values have the types and signs of ours and it fits.
 
-        Files can hold anything. What gets by this and does not compile is refused by `bind`.
+        Files can hold anything. An entry that passes these checks and still does not compile is dropped by `bind`.
         """
         config = winners.read(type(own[0]), found)
         if config is None or (key, config) in self._refused:
@@ -185,12 +185,12 @@ class Tunable:
                 return None
         try:
             fits = self.fits(problem, config) and self.launch(problem, config).num_warps <= MOST_WARPS
-        except Exception:  # written for configurations that make sense
+        except Exception:  # `fits` and `launch` may assume a sensible configuration
             return None
         return config if fits else None
 
     def key(self, problem: Any, dtypes: str, device: torch.device) -> Key:
-        """Under which the store keeps what is known of such problems: sizes by their power of two, the rest exactly."""
+        """The store's key for this problem: sizes are rounded to powers of two, everything else counts exactly."""
         sized = {k: getattr(problem, k).bit_length() for k in self.sizes}
         exact = {
             k: v if isinstance(v, (int, str)) else str(v)
@@ -202,12 +202,12 @@ class Tunable:
 
     @cached_property
     def title(self) -> str:
-        """As a profiler shows it."""
+        """The name that a profiler shows."""
         return str(self.function.__name__)
 
     @cached_property
     def source(self) -> str:
-        """A hash of the kernel and of everything that it calls, wherever in a file it is written."""
+        """A hash of the source of the kernel and of every function it calls."""
         digest, todo, seen = hashlib.sha256(), [self.function], set()
         while todo:
             function = todo.pop().fn
@@ -221,13 +221,13 @@ class Tunable:
 
     @cached_property
     def attribute(self) -> str | None:
-        """Its name in its module."""
+        """The name under which its module holds it."""
         known = vars(sys.modules[self.module]) if self.module in sys.modules else {}
         return next((name for name, value in known.items() if value is self), None)
 
     @cached_property
     def _refused(self) -> set[tuple[Any, ...]]:
-        """Stored and shipped configurations that did not compile, with their keys."""
+        """(key, configuration) of stored and shipped winners that did not compile."""
         return set()
 
     @cached_property
@@ -235,21 +235,21 @@ class Tunable:
         return CallCache()
 
     def _search(self, problem: Any, tensors: Sequence[Tensor | None], dtypes: str, device: torch.device, again: bool) -> Choice:
-        """Tune, unless another process is at it, such as another rank: then wait for what it finds."""
+        """Tune, unless another process (another rank, say) is already tuning this key: then wait for its winner."""
         from .search import best, search
 
         now, store, key = settings.current(), open_store(), self.key(problem, dtypes, device)
-        owner = f"{os.getpid()}.{threading.get_ident()}"  # two threads that time at once disturb each other, too
+        owner = f"{os.getpid()}.{threading.get_ident()}"  # per thread, since two threads that time at once disturb each other
         if store.claim(key, owner, (now.budget_s or WAIT_S) + 60):
             try:
                 winners.forget()
-                if again or self.choose(problem, dtypes, device).origin != "tuned":  # the owner before may have found it
+                if again or self.choose(problem, dtypes, device).origin != "tuned":  # the previous owner may have finished
                     limits: dict[str, Any] = dict(num_workers=now.num_workers, max_configs=now.max_configs, budget_s=now.budget_s)
                     trials = search(self, problem, tensors, **limits, progress=listener(self, problem, key, now.verbose))
                     store.record(key, [replace(trial, config=winners.write(trial.config)) for trial in trials])
-                    best(trials, self.name)  # or an error that lists every cause
+                    best(trials, self.name)  # raises, listing every cause, if no candidate is usable
                     _say_failures(self.name, trials)
-            except OSError as error:  # the machine's: no room on the disk, no memory for a process
+            except OSError as error:  # the machine's fault: disk full, no memory for another process
                 logger.warning("%s: the search could not be made: %s", self.name, error)
             finally:
                 store.release(key, owner)
@@ -282,17 +282,17 @@ def kernel(
 
     Args:
         function: Decorated with ``triton.jit``; takes tensors, then sizes (``do_not_specialize``), then constants.
-        name: Of the family and the kernel, as in ``"grid.form"``.
-        default: problem → the configuration that runs untuned.
+        name: Family and kernel, as in ``"grid.form"``.
+        default: problem → the configuration that runs when nothing was tuned.
         launch: (problem, configuration) → ``Launch(grid, sizes, constants, num_warps, num_stages, fp_fusion, registers)``.
         candidates: problem → the configurations that a search tries, the most promising first.
-        sizes: Fields of the problem that may vary without another compilation; winners are kept by their power of two.
-        batch: Fields that the choice does not depend on, so that a row's bits do not depend on how many rows there are.
-        writes: Positions of the tensors that are written; a search hands the kernel its own.
-        adds: Those among them that the kernel adds to.
-        fits: (problem, configuration) → whether it can run; asked whenever a stored configuration is found.
-        expected: (problem, *tensors) → what is written, by position, in plain PyTorch. There is no search without it.
-        tolerance: Relative error in norm that a candidate may have.
+        sizes: Fields of the problem that may vary without recompiling; winners are stored by their power of two.
+        batch: Fields that the choice must ignore, so that a row's bits do not depend on how many rows there are.
+        writes: Positions of the tensors that the kernel writes; a search passes copies of its own.
+        adds: Those of `writes` that the kernel adds to instead of overwriting.
+        fits: (problem, configuration) → whether it can run; also checked for every stored configuration.
+        expected: (problem, *tensors) → the expected outputs by position, in plain PyTorch. Without it there is no search.
+        tolerance: The relative error, in norm, that a candidate may have.
     """
     module = sys._getframe(1).f_globals.get("__name__")
     return Tunable(
@@ -301,12 +301,12 @@ def kernel(
     )  # fmt: skip
 
 
-_searched: set[Key] = set()  # by this process, which need not search them again
-_listeners: list[Callable[[Tunable, Any, Key], Callable[..., Any]]] = []  # each makes the progress function of a search
+_searched: set[Key] = set()  # keys that this process has searched already
+_listeners: list[Callable[[Tunable, Any, Key], Callable[..., Any]]] = []  # each returns the progress callback for one search
 
 
 def listener(kernel: Tunable, problem: Any, key: Key, verbose: bool) -> Callable[..., Any] | None:
-    """Who hears of a search's progress: a progress bar if one is there, else the log."""
+    """The progress callback for a search: the newest progress bar if there is one, else the log if `verbose`."""
     if _listeners:
         return _listeners[-1](kernel, problem, key)
     if not verbose:
@@ -320,7 +320,7 @@ def listener(kernel: Tunable, problem: Any, key: Key, verbose: bool) -> Callable
 
 
 def _say_failures(name: str, trials: Sequence[Any]) -> None:
-    """A search survives candidates that do not compile, crash or hang, and says so; where a progress bar is, its owner does."""
+    """Log the candidates that did not compile, crashed or hung. Where a progress bar is shown, its owner reports them."""
     failed = [f"{trial.config}: {trial.cause.splitlines()[0]}" for trial in trials if trial.cause]
     if failed and not _listeners:
         more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""

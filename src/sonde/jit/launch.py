@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: compiled once per kind of arguments, then started without Triton's own argument handling."""
+"""Launch Triton kernels: compile once per specialisation of the arguments, then launch without Triton's argument handling."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _compiled: dict[tuple, tuple] = {}
 
 
 def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[..., None]:
-    """Compile for tensors of this kind; what comes back takes such tensors and starts the kernel on them.
+    """Compile for tensors like these; returns a function that launches the kernel on such tensors.
 
-    Of the arguments, dtypes, alignment, constants and which sizes need 64 bits choose the machine code, so they are the key. The
-    first tensor is there. A bound launch costs a third of what ``kernel[grid]`` does.
+    The machine code depends on dtypes, alignment, constants and on which sizes need 64 bits, so these are the cache key. The
+    first tensor must not be None. A bound launch takes a third of the time of ``kernel[grid]``.
     """
     grid, sizes, constants, *how = launch
     if not (grid[0] and grid[1] and grid[2]):
@@ -37,7 +37,7 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
         return lambda *tensors: kernel[grid](*tensors, *sizes, *constants, **options)
     device = tensors[0].get_device()  # type: ignore[union-attr]
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    wide = tuple([n >= 2**31 for n in sizes])  # each size has its own type
+    wide = tuple([n >= 2**31 for n in sizes])  # each size is passed as int32 or int64
     key = (kernel, device, *how, constants, wide, *kinds)
     found = _compiled.get(key)
     if found is None:
@@ -54,15 +54,15 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
 
 
 def starter(run: Any, grid: tuple, stream: Callable[[], int], about: tuple, count: int, rest: tuple) -> Callable[..., None]:
-    """What takes `count` tensors and does ``run(*grid, stream(), *about, *tensors, *rest)``.
+    """A function of `count` tensors that does ``run(*grid, stream(), *about, *tensors, *rest)``.
 
-    Triton's launcher puts its arguments in order for a C function, for every launch in the same way, which takes 4 µs where caches
-    are cold. So it is asked once what it would hand over, and the C function is called with that. Where it has to allocate for a
-    launch, or does what is not understood here, it is called itself.
+    Triton's launcher rearranges its arguments for a C function in the same way on every launch, which takes 4 µs with cold CPU
+    caches. So we record once, with placeholders, what it passes on, and then call the C function directly. If it allocates
+    scratch memory, or rearranges arguments in a way that we do not recognise, we call Triton's launcher after all.
     """
     now, marks = object(), [object() for _ in range(count)]
     seen: list[tuple] = []
-    with suppress(AttributeError, TypeError, ValueError):  # it may look into its arguments
+    with suppress(AttributeError, TypeError, ValueError):  # the launcher may choke on placeholders
         if not any(size for name, size in vars(run).items() if name.endswith("scratch_size")):
             spy = copy.copy(run)
             spy.launch = lambda *args: seen.append(args)
@@ -81,21 +81,21 @@ def launch(
     kernel, tensors: Sequence[Tensor | None], grid: tuple[int, int, int], sizes: Sequence[int], constants: tuple, num_warps: int,
     fp_fusion: bool = True,
 ) -> None:  # fmt: skip
-    """Bind and start."""
+    """Bind, then launch."""
     bind(kernel, tensors, Launch(grid, tuple(sizes), constants, num_warps, fp_fusion=fp_fusion))(*tensors)
 
 
 def accumulator(dtype: torch.dtype):
-    """Triton's name of an accumulation dtype."""
+    """The accumulation dtype as Triton names it."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def cdiv(n: int, d: int) -> int:  # Triton's own is wrapped for use inside kernels, and as slow as a launch
+def cdiv(n: int, d: int) -> int:  # triton.cdiv is wrapped for use inside kernels and takes as long as a launch
     return -(-n // d)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is at least `n`."""
+    """The smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -1,7 +1,7 @@
-"""A process that answers questions, and whose crash or hang takes nobody with it.
+"""A worker process that answers requests; if it crashes or hangs, its caller goes on.
 
-It is not ``multiprocessing``'s, which would run the caller's script again: a fresh interpreter imports this module and answers
-over a socket of its own, whatever is printed meanwhile.
+We do not use ``multiprocessing``, which would run the caller's script again. A fresh interpreter imports this module and answers
+over a socket of its own, so that nothing it prints can disturb the protocol.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 from typing import Any
 
-START_LIMIT_S = 300.0  # imports, the GPU's context, the reference
-TAIL = 1000  # characters of what a lost process printed
+START_LIMIT_S = 300.0  # for imports, the GPU's context, the reference
+TAIL = 1000  # how many bytes of a lost process's output are shown
 
 
 class Lost(Exception):
@@ -28,16 +28,16 @@ class Lost(Exception):
 
 
 class Worker:
-    """A process that answers one question at a time: ``role(*about)`` there gives the function that is asked.
+    """A process that answers one question at a time with the function that ``role(*about)`` returned there.
 
-    A lost one is replaced when there is another question; one that cannot start is not tried again.
+    A lost process is replaced when the next question comes; one that fails to start is not tried again.
     """
 
     def __init__(self, role: Callable, about: tuple, env: dict[str, str]) -> None:
         self.role = role
         self._hello = pickle.dumps((role, about))
         self._env = env
-        self._lock = threading.Lock()  # between starting and killing
+        self._lock = threading.Lock()  # start and kill must not overlap
         self._killed = False
         self._process: subprocess.Popen | None = None
         self._broken: str | None = None
@@ -63,7 +63,7 @@ class Worker:
                     stdout=self._log,
                     stderr=self._log,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is its caller's, and what it starts can be killed with it
+                    start_new_session=True,  # Ctrl-C reaches only the caller, and the whole group can be killed at once
                 )
             except OSError as problem:  # no memory, or too many processes
                 self._connection.close()
@@ -73,7 +73,7 @@ class Worker:
         self._send(self._hello)
 
     def ask(self, question: tuple, limit_s: float, doing: str, who: str) -> Any:
-        """The answer; `doing` and `who` name what takes place in the text of :class:`Lost`."""
+        """The answer. `doing` and `who` describe the work in the message of :class:`Lost`."""
         if self._broken:
             raise Lost(self._broken)
         self.start()
@@ -91,7 +91,7 @@ class Worker:
         return self._answer(limit_s, doing, who)
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError):  # if it is gone, the missing answer will tell
+        with suppress(OSError):  # if the process is gone, waiting for its answer reports that
             self._connection.send_bytes(message)
 
     def _answer(self, limit_s: float, doing: str, who: str) -> Any:
@@ -100,7 +100,7 @@ class Worker:
             if self._connection.poll(limit_s):
                 return self._connection.recv()
             cause = f"{doing} did not finish in {limit_s:g} s"
-        except Exception:  # it is gone, or what came is no answer
+        except Exception:  # it is gone, or sent something else
             try:
                 code = self._process.wait(5)
                 cause = f"{who} crashed (signal {-code})" if code < 0 else f"{who} ended with exit status {code}"
@@ -111,17 +111,17 @@ class Worker:
         raise Lost("\n".join([cause, *printed.decode(errors="replace").strip().splitlines()]))
 
     def kill(self) -> None:
-        """End it for good; its owner may be waiting for it in another thread."""
+        """End the process for good, even while its owner waits for an answer in another thread."""
         with self._lock:
             self._killed = True
             self._signal()
 
     def stop(self) -> None:
-        """End it; the next question starts another."""
+        """End the process; the next question starts a new one."""
         with self._lock:
             self._signal()
             if self._process is not None:
-                with suppress(subprocess.TimeoutExpired):  # if the system is still freeing what it held
+                with suppress(subprocess.TimeoutExpired):  # the system may still be freeing its memory
                     self._process.wait(10)
                 self._process = None
                 self._connection.close()
@@ -138,10 +138,10 @@ class Worker:
 
 
 def serve(fd: int) -> None:
-    """What a :class:`Worker`'s process does: answer until the caller is gone."""
+    """The main loop of a :class:`Worker`'s process: answer until the caller is gone."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a crash is no news here
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # crashes are expected; dump no core
     os.set_inheritable(fd, False)
     connection, inbox = Connection(fd), SimpleQueue[bytes]()
 
@@ -150,7 +150,7 @@ def serve(fd: int) -> None:
             while True:
                 inbox.put(connection.recv_bytes())
         except (EOFError, OSError):
-            os.killpg(0, signal.SIGKILL)  # no caller: not even what hangs goes on
+            os.killpg(0, signal.SIGKILL)  # the caller is gone: end everything, even what hangs
 
     threading.Thread(target=listen, daemon=True).start()
     try:
@@ -165,8 +165,8 @@ def serve(fd: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message; of a long one, where it starts and how it ends, which is where Triton says what is wrong."""
-    while isinstance(error.__cause__, type(error)):  # from the call to the line that it fails in
+    """Type and message. A long message is cut in the middle: Triton states the problem at the end."""
+    while isinstance(error.__cause__, type(error)):  # Triton nests one error per call; the innermost names the line
         error = error.__cause__
     lines = str(error).strip().splitlines()
     if len(lines) > 12:

@@ -1,12 +1,12 @@
-"""Ahead-of-time builds: what ``sonde build`` makes, and how a process that is pointed at one compiles nothing.
+"""Ahead-of-time builds: what ``sonde build`` writes, and how a process that uses one compiles nothing.
 
-A release is a folder of Triton's cache entries, an index of them by what a launch knows, with a SHA-256 of every file, and a
-manifest that says what it was built with. Where that differs from what is running, the release is named and left alone: code for
-another compiler is never loaded. A kernel of the index is loaded without asking Triton's compiler, which would first hash all of
-itself for half a second.
+A release is a folder with Triton's cache entries, an index that maps a launch to its entry and has a SHA-256 of every file, and a
+manifest of the versions it was built with. If these differ from what is running, a warning says so and the release is ignored:
+code from another compiler is never loaded. Kernels in the index are loaded without Triton's compiler, which would first hash its
+own sources for half a second.
 
-Index and manifest are JSON, and a file is loaded only if it lies in the release and holds what was built; whatever does not fit
-is ignored and named once. That guards against damage, not against forgery: a release is machine code (see SECURITY.md).
+Index and manifest are JSON. A file is loaded only if it lies inside the release and has the recorded hash; anything else is
+ignored, with one warning. That protects against damage, not against forgery: a release is machine code (see SECURITY.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMAT = 2
 
 
 class Entry(NamedTuple):
-    """One compiled kernel: what Triton needs to know to load and start it."""
+    """One compiled kernel: what Triton needs to load and launch it."""
 
     folder: str
     hash: str
@@ -51,32 +51,32 @@ class Entry(NamedTuple):
 
 _folder: Path | None = None  # the release in use
 _index: dict[str, Entry] = {}
-_files: dict[str, dict[str, str]] = {}  # SHA-256 of each, by its folder and its name there
-_building: dict[str, Entry] | None = None  # what this process compiles for a release
+_files: dict[str, dict[str, str]] = {}  # SHA-256 of each file, by folder and by name in it
+_building: dict[str, Entry] | None = None  # in a process that builds a release: what it has compiled
 
 
 class Task(NamedTuple):
-    """One case of one operator, to be built for one architecture with the configurations of one device, or the defaults."""
+    """Build one case of one operator for one architecture, with the winners shipped for one device or with the defaults."""
 
     operator: str  # its name in the table
     case: str
     dtype: str
     layout: str
     arch: str  # as in sm_90
-    device: str = ""  # whose shipped winners are built
+    device: str = ""  # whose shipped winners to build; the defaults if empty
 
 
 class Built(NamedTuple):
     task: Task
     entries: dict[str, Entry]
     seconds: float
-    cause: str | None  # why it failed
+    cause: str | None  # set if it failed
 
 
 def attach() -> None:
-    """Let Triton look into the folder that SONDE_RELEASE names, behind its own cache. Called once, before the first kernel.
+    """Let Triton look into the folder that SONDE_RELEASE names, after its own cache. Called once, before the first kernel.
 
-    Never raises: a release that cannot be used is named in a warning, and kernels are compiled as without one.
+    Never raises: if a release cannot be used, a warning says why, and kernels are compiled as usual.
     """
     given = os.environ.get("SONDE_RELEASE")
     if not given:
@@ -90,7 +90,7 @@ def attach() -> None:
 
 
 def _attach(folder: Path) -> str | None:
-    """Why not, if not."""
+    """Use the release in `folder`; returns the reason if it cannot be used."""
     from triton import knobs
 
     reason = mismatch(folder)
@@ -113,7 +113,7 @@ def _attach(folder: Path) -> str | None:
 
 
 def find(kernel: Any, name: str) -> Any:
-    """The compiled kernel that a release has under this name, or None."""
+    """The compiled kernel that the release in use holds under this name, or None."""
     entry = _index.get(name)
     if entry is None:
         return None
@@ -132,7 +132,7 @@ def find(kernel: Any, name: str) -> Any:
 
 
 def artefact(folder: str, file: str) -> Path | None:
-    """This file, if the index has it, it lies in the release and holds what was built."""
+    """The path of this file, if it is in the index, lies inside the release and has the recorded hash; else None."""
     digest = _files.get(folder, {}).get(file)
     if _folder is None or digest is None:
         return None
@@ -149,7 +149,7 @@ def artefact(folder: str, file: str) -> Path | None:
 
 
 def note(name: str, compiled: Any) -> None:
-    """Remember what was compiled, if this process builds a release."""
+    """If this process builds a release, add what was compiled to it."""
     if _building is not None:
         from triton.runtime.cache import _base32
 
@@ -157,7 +157,7 @@ def note(name: str, compiled: Any) -> None:
 
 
 def mismatch(folder: Path) -> str | None:
-    """Why a release cannot be used here."""
+    """Why a release cannot be used here; None if it can."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         built, digest = manifest["built_with"], manifest.get("index")
@@ -180,14 +180,14 @@ def mismatch(folder: Path) -> str | None:
 
 
 def identity() -> dict[str, str]:
-    """What must agree between a build and its user."""
+    """What must be equal where a release is built and where it is used."""
     import triton
 
     from .. import __version__
 
     return dict(
         sonde=__version__,
-        kernels=sources_digest()[:16],  # of every file: kernels, and the constants that they import
+        kernels=sources_digest()[:16],  # every source file: kernels, and the constants that they import
         triton=triton.__version__,
         python=sysconfig.get_config_var("SOABI") or platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -198,7 +198,7 @@ def _manager() -> type:
     from triton.runtime.cache import FileCacheManager
 
     class Released(FileCacheManager):
-        """Triton's cache, and what it does not have from the release."""
+        """Triton's cache, with the release as a fallback."""
 
         def get_file(self, filename: str) -> str | None:
             found = super().get_file(filename)
@@ -223,7 +223,7 @@ def index_of(entries: Mapping[str, Entry], folder: Path) -> dict[str, Any]:
         try:
             constants = [[_plain(path), _plain(value)] for path, value in entry.constants.items()]
             kernels[name] = dict(folder=entry.folder, hash=entry.hash, signature=_plain(entry.signature), constants=constants)
-        except TypeError as problem:  # it is compiled when it is first used
+        except TypeError as problem:  # this kernel will be compiled when it is first used
             logger.warning("%s is not in the release: %s", name, problem)
     files = [file for entry in _entries(folder) for file in sorted(entry.iterdir()) if file.is_file() and not file.is_symlink()]
     digests = {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -231,7 +231,7 @@ def index_of(entries: Mapping[str, Entry], folder: Path) -> dict[str, Any]:
 
 
 def read_index(document: Any) -> tuple[dict[str, Entry], dict[str, dict[str, str]], list[str]]:
-    """Kernels by name, digests of files by folder and name, and what is neither."""
+    """Kernels by name, hashes of files by folder and name, and the entries that are neither."""
     if not (isinstance(document, dict) and all(isinstance(document.get(part), dict) for part in ("kernels", "files"))):
         raise ValueError(f"{INDEX} holds no kernels and files")
     odd: list[str] = []
@@ -256,19 +256,19 @@ def read_index(document: Any) -> tuple[dict[str, Entry], dict[str, dict[str, str
     return kernels, files, odd
 
 
-_FOLDER, _HEX = re.compile(r"[A-Z2-7]{26,104}"), re.compile(r"[0-9a-f]{64}")  # Triton's: base 32 of a hash
+_FOLDER, _HEX = re.compile(r"[A-Z2-7]{26,104}"), re.compile(r"[0-9a-f]{64}")  # Triton's folders are named by a hash in base 32
 _FILE = re.compile(r"[\w.+-]{1,200}")
 
 
 def _is_file(name: str, digest: Any) -> bool:
-    """A file in a folder of one kernel: no path that leaves the release can be written like that."""
+    """True for ``folder/file``, with the folder named as Triton names them; no path out of the release has that form."""
     folder, _, file = name.partition("/")
     plain = _FOLDER.fullmatch(folder) and _FILE.fullmatch(file) and file not in (".", "..")
     return bool(plain) and isinstance(digest, str) and _HEX.fullmatch(digest) is not None
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it; TypeError for what it cannot."""
+    """The value in a form that JSON can hold; TypeError if there is none."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
@@ -296,14 +296,14 @@ def _restored(value: Any) -> Any:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The folders that Triton has made; whatever else lies beside them is not ours."""
+    """The folders that Triton made; anything beside them is not ours."""
     return [
         entry for entry in sorted(folder.iterdir()) if _FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
     ]
 
 
 def build(tasks: Sequence[Task], folder: Path, num_workers: int, limit_s: float = 600) -> Iterator[Built]:
-    """Compile into `folder`, in processes that need no GPU; yields each task when it is done, and writes the manifest last."""
+    """Compile into `folder`, in processes that need no GPU; yields each task as it finishes, and writes the manifest last."""
     from concurrent.futures import ThreadPoolExecutor, as_completed
     from queue import SimpleQueue
 
@@ -342,7 +342,7 @@ def build(tasks: Sequence[Task], folder: Path, num_workers: int, limit_s: float 
 
 
 def seal(folder: Path, done: Sequence[Built]) -> None:
-    """Make paths relative, so that the folder can move, and say what it holds and what it was built with."""
+    """Make paths relative, so that the folder can be moved, and write the index and the manifest."""
     for entry in _entries(folder):
         for group in entry.glob("__grp__*"):
             children = json.loads(group.read_text())["child_paths"]
@@ -353,7 +353,7 @@ def seal(folder: Path, done: Sequence[Built]) -> None:
     digest = hashlib.sha256(index).hexdigest()
     document = dict(format=FORMAT, built_with=identity(), index=digest, tasks=sorted(tasks, key=str))
     _replace(folder / INDEX, index)
-    _replace(folder / MANIFEST, json.dumps(document, indent=1).encode())  # last: an interrupted build is no release
+    _replace(folder / MANIFEST, json.dumps(document, indent=1).encode())  # last, so that an interrupted build is not a release
 
 
 def _replace(file: Path, data: bytes) -> None:
@@ -363,10 +363,10 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def _stub_driver(folder: Path) -> bool:
-    """Something to link launchers against where there is no GPU's driver; the real one is loaded where they run."""
+    """Make an empty libcuda to link launchers against where no driver is installed; where they run, the real one is loaded."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None or platform.system() != "Linux":
-        return False  # then launchers are compiled at the first call, as without a release
+        return False  # launchers are then compiled at the first call, as without a release
     source, library = folder / "empty.c", folder / "libcuda.so.1"
     source.write_text("")
     made = subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], capture_output=True)
@@ -385,7 +385,7 @@ def _start_builder() -> Callable[[Task], tuple[dict[str, Entry], str | None]]:
 
 
 def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
-    """Run the operator's own launchers on a driver that launches nothing: what they compile is what they will ask for."""
+    """Call the operator on a driver that launches nothing: it compiles exactly the kernels that a real call will need."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -403,13 +403,13 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
     try:
         driver.set_active(Builder(GPUTarget("cuda", int(task.arch.removeprefix("sm_")), 32)))
         winners.pretend(task.device or None)
-        _compiled.clear()  # for another architecture
+        _compiled.clear()  # it may hold kernels for another architecture
         operator = OPERATORS[task.operator]
         sizes = {**operator.cases.SMALL, **operator.cases.BENCH}[task.case]
         args = list(operator.make(**sizes, dtype=getattr(torch, task.dtype)))
         if task.layout == "channels_last":
             if not operator.has_images:
-                return _building, None  # it has no other layout
+                return _building, None  # the operator has only one layout
             form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
             args[0] = args[0].contiguous(memory_format=form)
         given = [a.requires_grad_() for a in args if isinstance(a, Tensor) and a.is_floating_point()]
@@ -424,11 +424,11 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
 
 
 def _build_launcher(src: Any, metadata: Any) -> None:
-    """Triton compiles C code that starts kernels on first use; where it is in the cache by then, nothing is compiled."""
+    """Triton compiles the C code that launches a kernel on first use; building it now puts it into the cache."""
     from triton.backends.nvidia import driver as nvidia
 
     for make in (nvidia.CudaUtils, partial(nvidia.CudaLauncher, src, metadata)):
         try:
             make()
-        except Exception as problem:  # it is built, but cannot be loaded without a driver; or there is no C compiler here
+        except Exception as problem:  # built, but cannot be loaded without a driver; or there is no C compiler
             logger.debug("launcher: %s", problem)

@@ -1,7 +1,7 @@
-"""Rows of the tuning store: what each field may hold, wherever a row comes from.
+"""Rows of the tuning store: validation of every field, wherever a row comes from.
 
 Files can be edited, damaged or made by others. Reading the store, importing a document and reading shipped winners all go through
-`winner` or `record`, which raise `Invalid` and nothing else; whoever reads leaves such a row out, and counts it.
+`winner` or `record`, which raise `Invalid` and nothing else; the caller leaves that row out and counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 FORMAT = 1  # of exported documents
 SHORTEST_US, LONGEST_US = 1e-3, 1e12  # a launch takes more than a nanosecond, and less than eleven days
 YEAR_10000 = 253402300800.0
-MOST = 2**31 - 1  # of counts, and of the numbers of a configuration
+MOST = 2**31 - 1  # limit for counts and for the numbers of a configuration
 LONGEST_TEXT = 1 << 20
 DEEPEST = 8  # an exported document has four levels
 
@@ -31,13 +31,13 @@ class Key(NamedTuple):
     """What a winner is valid for."""
 
     kernel: str
-    source: str  # digest of the kernel's source
+    source: str  # hash of the kernel's source
     device: str
     torch: str
     triton: str
     dtypes: str
     constants: str
-    bucket: str  # of the runtime sizes
+    bucket: str  # the runtime sizes, rounded to powers of two
 
 
 class Winner(NamedTuple):
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 def winner(key: Sequence[Any], config: Any, median_us: Any, timings: Any, at: Any) -> Winner:
     number = _number("median_us", median_us, SHORTEST_US, LONGEST_US)
-    if type(timings) is not int or not 0 <= timings <= MOST:  # none where a winner was derived from others
+    if type(timings) is not int or not 0 <= timings <= MOST:  # 0 for a winner that was derived from others
         raise Invalid(f"timings must be a whole number of 0 to {MOST}, got {shown(timings)}")
     return Winner(_key(key), _config(config), number, timings, _at(at))
 
@@ -73,7 +73,7 @@ def record(key: Sequence[Any], config: Any, times_us: Any, cause: Any, error: An
 
 
 def valid(rows: Iterable[T], make: Callable[[T], Any]) -> tuple[list, list[str]]:
-    """What `make` makes of these rows, and why it left some out."""
+    """The rows converted by `make`, and a reason for each invalid one."""
     found, left_out = [], []
     for i, row in enumerate(rows):
         try:
@@ -84,7 +84,7 @@ def valid(rows: Iterable[T], make: Callable[[T], Any]) -> tuple[list, list[str]]
 
 
 def parse(document: Any) -> tuple[list[Winner], list[str]]:
-    """The winners of an exported document, and why others are left out; ValueError if it is no such document."""
+    """The winners of an exported document and a reason for each invalid one; ValueError if this is not such a document."""
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT:
         text = f"document must have format {FORMAT}, as `sonde cache export` of this version writes"
@@ -105,9 +105,9 @@ def _imported(row: Any) -> Winner:
 
 
 def parse_json(data: Any) -> Any:
-    """JSON from any bytes; ValueError if it is none. What no valid row holds becomes what validation refuses.
+    """Parse JSON from any bytes; ValueError if it is not JSON. Oddities become values that validation then refuses.
 
-    An object that repeats a name is None, bytes that are no UTF-8 are lone surrogates, nesting too deep for the parser is null.
+    An object with a repeated name becomes None, bytes that are not UTF-8 lone surrogates, nesting too deep for the parser null.
     """
     if isinstance(data, bytes):
         try:
@@ -131,7 +131,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _int(text: str) -> int | float:
-    return int(text) if len(text) < 400 else math.inf  # Python refuses thousands of digits, and with them the document
+    return int(text) if len(text) < 400 else math.inf  # int() raises on thousands of digits, which would lose the whole document
 
 
 def _shallow(text: str) -> str:
@@ -193,7 +193,7 @@ def is_encodable(found: str) -> bool:
 
 
 def shown(found: Any) -> str:
-    """A value in a message, in few letters: it may be anything, and of any size."""
+    """A short text for an error message; the value may be anything, of any size."""
     if found is None or isinstance(found, (bool, float)) or (isinstance(found, int) and abs(found) < 10**30):
         return repr(found)
     return ascii(found[:30]) if isinstance(found, str) else type(found).__name__

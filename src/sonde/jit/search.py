@@ -1,4 +1,4 @@
-"""The search for a kernel's best configuration: compile the candidates, check each against the reference, time the survivors."""
+"""The search for a kernel's best configuration: compile the candidates, check each against the reference, time those that pass."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def search(
     trials: Callable = workers.trials,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Trial]:
-    """What is found out about the candidates, in the kernel's order; `tensors` are only read.
+    """One trial per candidate, in the kernel's order; `tensors` are only read.
 
-    Each is tried as soon as it is compiled, while others compile. No trial starts after `budget_s`, but for that of the first
-    candidate, the kernel's default. Ctrl-C ends the search, and counts as an error only if nothing usable was found.
+    Each candidate is tried as soon as it is compiled, while others still compile. After `budget_s` no trial starts except that of
+    the first candidate, the kernel's default. Ctrl-C ends the search; it raises only if nothing usable was found.
     """
     configs = candidates(kernel, problem, max_configs)
     ranks = {config: rank for rank, config in enumerate(configs)}
@@ -79,7 +79,7 @@ def search(
 
 
 def candidates(kernel: Any, problem: Any, max_configs: int | None = None) -> list:
-    """The kernel's candidates that fit, each once, the most promising first."""
+    """The kernel's candidates that fit, the most promising first, without duplicates."""
     every = list(dict.fromkeys(kernel.candidates(problem)))
     fitting = [config for config in every if kernel.fits(problem, config)]
     if not fitting:
@@ -93,7 +93,7 @@ def is_usable(trial: Trial) -> bool:
 
 
 def best(trials: Iterable[Trial], name: str = "the kernel") -> Trial:
-    """The fastest of those that can be used; of equals, the first."""
+    """The fastest usable trial; the first one on ties."""
     trials = list(trials)
     usable = [trial for trial in trials if is_usable(trial)]
     if usable:

@@ -3,8 +3,8 @@
     with settings.set(PickBest, num_workers=8):
         out = sonde.sample_sum(images, samples, weights)
 
-**Convention.** Settings belong to a context (`contextvars`): they nest, are restored on the way out, also by an exception, and no
-thread sees another's. What is not given keeps its present value. The outermost come from the environment, which is read once:
+**Convention.** Settings live in a `contextvars` context: they nest, are restored on exit (also after an exception), and are not
+shared between threads. A setting that is not given keeps its value. The defaults come from the environment, which is read once:
 ``SONDE_POLICY`` (any, best, stored), ``SONDE_WORKERS`` (a number of processes) and ``SONDE_LOG`` (a level of `logging`; 1 is INFO).
 """
 
@@ -33,10 +33,10 @@ _logger = logging.getLogger("sonde")
 @dataclass(frozen=True)
 class Settings:
     policy: Policy
-    num_workers: int  # processes that compile
-    max_configs: int | None  # candidates of a search, best ranked first; None: all
-    budget_s: float | None  # seconds that a search may last; None: as long as it takes
-    verbose: bool  # say what a search does
+    num_workers: int  # compiler processes
+    max_configs: int | None  # how many candidates a search tries, most promising first; None: all
+    budget_s: float | None  # seconds that a search may take; None: no limit
+    verbose: bool  # log the progress of a search
 
 
 def current() -> Settings:
@@ -85,7 +85,7 @@ def _changed(changes: dict[str, Any]) -> Iterator[Settings]:
 
 @contextmanager
 def use(settings: Settings) -> Iterator[Settings]:
-    """Put these very settings in force: the backward pass runs in another thread and gets those of its forward."""
+    """Install exactly these settings; this is how a backward pass, which runs in another thread, gets those of its forward."""
     if not isinstance(settings, Settings):
         raise TypeError(f"settings must be a Settings, as current() returns, got {_shown(settings)}")
     token = _current.set(settings)
@@ -132,7 +132,7 @@ def _shown(value: Any) -> str:
 
 def _from_environment() -> Settings:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = Settings(PickAny(), min(8, usable), None, None, False)  # each worker holds a copy of torch in memory, hence 8
+    found = Settings(PickAny(), min(8, usable), None, None, False)  # at most 8, since each worker loads its own copy of torch
     name = os.environ.get("SONDE_POLICY")
     if name:
         try:
@@ -151,7 +151,7 @@ def _from_environment() -> Settings:
     elif level:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-        handler.addFilter(lambda record: not logging.getLogger().handlers)  # where the program has its own, once is enough
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # no duplicates where the program has its own handlers
         _logger.addHandler(handler)
         _logger.setLevel("INFO" if level == "1" else level.upper())
     return found
@@ -161,7 +161,7 @@ def _warn(variable: str, expected: str, given: str, instead: str) -> None:
     text = f"the environment variable {variable} must be {expected}, got {given!r}; using {instead}"
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # where warnings are errors, the import must succeed nevertheless
+    except RuntimeWarning:  # even if warnings are errors, `import sonde` must succeed
         _logger.warning(text)
 
 

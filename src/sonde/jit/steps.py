@@ -1,11 +1,11 @@
-"""A pass: what an operator's forward or backward does, recorded once as steps over named slots and read twice.
+"""A pass: an operator's forward or backward, recorded once as steps over named slots and read twice.
 
-:meth:`Pass.bind` returns the function that runs the steps, :meth:`Pass.plan` the kernels that ``explain`` lists. Both read the
-same record, so names, order, bytes and promises are never written down a second time.
+:meth:`Pass.bind` returns the function that runs the steps; :meth:`Pass.plan` lists the kernels for ``explain``. Both read the
+same record, so names, order, bytes and promises are stated in one place.
 
 A slot is an argument, a buffer that the pass allocates, or a view of another slot. A buffer is allocated before the first step
-that takes it and freed after the last one, unless it is returned; that is also how a plan knows what each step holds in memory.
-Names become positions when a pass is bound: a step then costs an ``itemgetter`` and the launch itself.
+that takes it and freed after the last one, unless it is returned; a plan computes each step's memory use from these lifetimes.
+Binding turns names into positions, so that running a step costs one ``itemgetter`` and the launch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Names = Sequence[str | None]
 @dataclass
 class Slot:
     dtype: torch.dtype
-    nbytes: int = 0  # that the pass holds while the slot is in use: none for arguments and views
-    make: Callable[..., Tensor] | None = None  # allocates the buffer, or makes it from the slot `source`
+    nbytes: int = 0  # memory that the pass owns while the slot is in use: none for arguments and views
+    make: Callable[..., Tensor] | None = None  # allocates the buffer, or derives it from the slot `source`
     source: str | None = None
     is_view: bool = False  # shares the memory of `source`
 
@@ -41,19 +41,19 @@ class Slot:
 class Step:
     """One kernel launch, or one call of torch."""
 
-    title: str  # as a profiler shows it
-    takes: tuple[str | None, ...]  # the slots that it is called with, in order
-    start: Callable[[tuple[Any, ...]], Callable[..., Any]]  # given the first tensors: what runs on these and on later ones
-    gives: tuple[str, ...] = ()  # slots that it returns, having allocated them itself
-    writes: tuple[str, ...] = ()  # of the operator's results, those that it computes
+    title: str  # the name that a profiler shows
+    takes: tuple[str | None, ...]  # the slots it is called with, in order
+    start: Callable[[tuple[Any, ...]], Callable[..., Any]]  # from the first tensors, the function that runs on these and later ones
+    gives: tuple[str, ...] = ()  # slots that it allocates itself and returns
+    writes: tuple[str, ...] = ()  # the operator's results that it computes
     promise: Determinism = Determinism.BATCH_INVARIANT
-    scratch: int = 0  # bytes that it takes for itself while it runs
-    accumulator: torch.dtype | None = None  # if not that of the pass
-    kernel: Tunable | None = None  # where there is a choice of configurations
+    scratch: int = 0  # bytes of temporary memory that it allocates while it runs
+    accumulator: torch.dtype | None = None  # where it differs from the pass's
+    kernel: Tunable | None = None  # set where there is a choice of configurations
     problem: Any = None
 
     def chosen(self, dtypes: Sequence[torch.dtype | None], device: torch.device) -> tuple[Any, ...]:
-        """For a plan: the configuration that it would run in, where that comes from, the number of candidates, the key."""
+        """For a plan: the configuration that would run, its origin, the number of candidates and the store's key."""
         if self.kernel is None:
             return ()
         config, *about = self.kernel.choose(self.problem, dtypes_of(dtypes), device)
@@ -61,7 +61,7 @@ class Step:
 
 
 class Moment(NamedTuple):
-    """One step, with what is allocated right before it and freed right after."""
+    """One step, with the slots that are allocated right before it and freed right after."""
 
     step: Step
     made: list[str]
@@ -74,10 +74,10 @@ class Pass:
 
     device: torch.device
     accumulator: torch.dtype
-    given: Mapping[str, Tensor | None]  # the arguments in order; of tensors, shape, strides and dtype are read
+    given: Mapping[str, Tensor | None]  # the arguments in order; only shape, strides and dtype of tensors are read
     steps: list[Step] = field(default_factory=list)
     results: tuple[str, ...] = ()
-    single: bool = False  # a tensor is returned, not a tuple of one
+    single: bool = False  # return a tensor, not a tuple of one
 
     def __post_init__(self) -> None:
         self.slots = {name: Slot(t.dtype) for name, t in self.given.items() if t is not None}
@@ -95,7 +95,7 @@ class Pass:
         return allocator(like, dtype, self.device)
 
     def outside(self, name: str, dtype: torch.dtype, find: Callable[[], Tensor]) -> str:
-        """A tensor that lives outside of the pass, which each run finds anew."""
+        """A tensor that outlives the pass; `find` is called on every run."""
         return self._add(name, Slot(dtype, 0, find))
 
     def view(self, name: str, of: str, make: Callable[[Tensor], Tensor]) -> str:
@@ -106,14 +106,14 @@ class Pass:
         return self.view(slot, slot, lambda t: t[start:stop])
 
     def contiguous(self, name: str) -> str | None:
-        """The argument of that name, copied if it is not contiguous; None if it was not given."""
+        """The argument of this name, copied if it is not contiguous; None if it was not given."""
         t = self.given.get(name)
         if t is None or t.is_contiguous():
             return None if t is None else name
         return self.copy(name, Tensor.contiguous)
 
     def copy(self, name: str, make: Callable[[Tensor], Tensor]) -> str:
-        """A copy of an argument that `make` makes, with as many elements."""
+        """A copy of an argument, made by `make`, with the same number of elements."""
         t = self.given[name]
         assert t is not None
         if f"{name} copied" in self.slots:
@@ -124,17 +124,15 @@ class Pass:
         self, kernel: Tunable, problem: Any, takes: Names, *, writes: Sequence[str] = (),
         promise: Determinism = Determinism.BATCH_INVARIANT, accumulator: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """A kernel in the configuration that the policy chooses for this problem."""
+        """Launch a kernel in the configuration that the policy chooses for this problem."""
         start = partial(kernel.bind, problem)
-        self.steps.append(
-            Step(kernel.title, tuple(takes), start, (), tuple(writes), promise, 0, accumulator, kernel, problem)
-        )  # fmt: skip
+        self.steps.append(Step(kernel.title, tuple(takes), start, (), tuple(writes), promise, 0, accumulator, kernel, problem))
 
     def start(
         self, function: Any, takes: Names, launch: Launch, *, writes: Sequence[str] = (),
         promise: Determinism = Determinism.BATCH_INVARIANT,
     ) -> None:  # fmt: skip
-        """A kernel without a choice of configurations; none if there is nothing for it to do."""
+        """Launch a kernel without a choice of configurations; records nothing if the grid is empty."""
         if 0 in launch.grid:
             return
 
@@ -149,7 +147,7 @@ class Pass:
         self, title: str, function: Callable[..., Any], takes: Names, gives: Sequence[tuple[str, Sequence[int], torch.dtype]] = (),
         *, writes: Sequence[str] = (), promise: Determinism = Determinism.BATCH_INVARIANT, scratch: int = 0,
     ) -> tuple[str, ...]:  # fmt: skip
-        """A call of torch on the slots it takes; what it returns is in slots of the names, shapes and dtypes that it `gives`."""
+        """Call a torch function on the slots it `takes`; its results go to new slots, described by `gives`."""
         made = tuple(self._add(name, Slot(dtype, prod(shape) * dtype.itemsize)) for name, shape, dtype in gives)
         self.steps.append(Step(title, tuple(takes), lambda _: function, made, tuple(writes), promise, scratch))
         return made
@@ -159,7 +157,7 @@ class Pass:
         return self
 
     def returning_one(self) -> Pass:
-        """The same, of an operator whose result is one tensor."""
+        """For an operator whose result is one tensor, not a tuple."""
         self.single = True
         return self
 
@@ -174,7 +172,7 @@ class Pass:
     # ---- reading
 
     def _chain(self, name: str | None) -> list[str]:
-        """The slot and those whose memory it is a view of."""
+        """The slot and the slots that it is a view of, down to the one that owns the memory."""
         found = []
         while name is not None and name in self.slots:
             found.append(name)
@@ -194,14 +192,14 @@ class Pass:
                     if chain[-1] in derived:
                         break
                     derived.add(chain[-1])
-                    name = self.slots[chain[-1]].source  # what it is made from is needed until then
+                    name = self.slots[chain[-1]].source  # its source must live as long
         kept = {name for result in self.results for name in self._chain(result)}
-        idle = [name for name in self.results if name not in last]  # results that no step touches, being empty
+        idle = [name for name in self.results if name not in last]  # empty results, which no step touches
         made = set(self.given)
         for i, step in enumerate(self.steps):
             new: list[str] = []
             for taken in (*step.takes, *(() if i else idle)):
-                name, ahead = taken, []  # what it is made from comes before it
+                name, ahead = taken, []  # sources come before what is derived from them
                 while name is not None and name in self.slots and name not in made and self.slots[name].make is not None:
                     made.add(name)
                     ahead.append(name)
@@ -211,7 +209,7 @@ class Pass:
             yield Moment(step, new, freed)
 
     def bind(self) -> Callable[..., Any]:
-        """The function of the arguments, and of whatever follows them, that runs the steps."""
+        """The function that runs the steps. It takes the arguments and ignores any that follow them."""
         order = [*self.given, *(name for name in self.slots if name not in self.given)]
         at = {name: i for i, name in enumerate(order)}
         count, blank = len(self.given), [None] * (len(order) - len(self.given) + 1)  # the last one stays None
@@ -225,7 +223,7 @@ class Pass:
             program.append(_Run(step, takes, [at[name] for name in step.gives]))
             if freed and any(later.made or later.step.gives or later.step.scratch for later in moments[i + 1 :]):
                 program.append(_free([at[name] for name in freed]))
-        results, single = [at[name] for name in self.results], self.single  # not self, which has the first arguments
+        results, single = [at[name] for name in self.results], self.single  # `run` must not capture self, which holds arguments
 
         def run(*args: Any) -> Any:
             slots = [*args[:count], *blank]
@@ -236,7 +234,7 @@ class Pass:
         return run
 
     def plan(self, phase: Literal["forward", "backward"]) -> list[Kernel]:
-        """What :func:`bind` launches, in order, and the bytes in use beyond arguments and results while each step runs."""
+        """The kernels that :meth:`bind` launches, in order, with the bytes in use beyond arguments and results during each."""
         found, held = [], 0
         returned = sum(self.slots[name].nbytes for result in self.results for name in self._chain(result))
         for step, made, freed in self.moments():
@@ -250,12 +248,12 @@ class Pass:
         return found
 
     def find(self, title: str) -> Step:
-        """The first step of this title."""
+        """The first step with this title."""
         return next(step for step in self.steps if step.title == title)
 
 
 class _Run:
-    """A step that is bound to its slots; compiled when it first runs."""
+    """A step bound to its slots; it is compiled when it first runs."""
 
     __slots__ = ("gives", "run", "start", "take")
 
@@ -303,9 +301,9 @@ def _free(places: list[int]) -> Callable[[list[Any]], None]:
 
 
 def allocator(like: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """What allocates uninitialised tensors of this shape and these strides, in half the time of ``torch.empty``.
+    """A function that allocates uninitialised tensors of this shape and these strides, in half the time of ``torch.empty``.
 
-    The device is the current one of its type.
+    They are allocated on the current device of that type.
     """
     size, strides = tuple(like.shape), tuple(like.stride())
     make = empty_strided(device.type)
@@ -313,5 +311,5 @@ def allocator(like: Tensor, dtype: torch.dtype, device: torch.device) -> Callabl
 
 
 def extent(like: Tensor) -> int:
-    """Elements of the memory that a tensor of this shape and these strides takes."""
+    """The number of elements that a tensor of this shape and these strides spans in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride())) if like.numel() else 0

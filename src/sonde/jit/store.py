@@ -1,9 +1,9 @@
 """The tuning store: which configuration won, and every timing behind it. SQLite, one file per host.
 
-**Convention.** Every method is safe in many threads and processes at once, and none fails because of the file: where it cannot be
-used, one warning says why and results stay in this process. A winner gives way only to one that is 5 % faster, so that noise does
-not change what runs; times are compared by their medians. A lease is for a time, so that an owner that is killed blocks nobody.
-Every row is validated when it is read (`rows.py`); one that is not valid is left out, counted and said once.
+**Convention.** Every method may be called from many threads and processes at once, and none fails because of the file: if it
+cannot be used, one warning says why and results are kept in this process. A winner is replaced only by one that is 5 % faster, by
+the median, so that noise does not change what runs. Leases expire, so that a killed owner blocks nobody. Every row is validated
+when it is read (`rows.py`); invalid rows are left out, counted and reported once.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MARGIN = 0.05
-LONGEST_LEASE_S = 7 * 86400.0  # one for longer is no lease of ours
+LONGEST_LEASE_S = 7 * 86400.0  # a row with a longer one is not ours
 
 _KEY = ", ".join(f"keys.{name}" for name in Key._fields)
 _IS = " AND ".join(f"keys.{name} = ?" for name in Key._fields)
 _WINNERS = f"SELECT {_KEY}, config, median_us, timings, at FROM winners JOIN keys ON keys.id = winners.key"
 _TRIALS = f"SELECT {_KEY}, config, times_us, cause, error, compile_s, at FROM trials JOIN keys ON keys.id = trials.key"
-# of the lease in the table: SQLite's columns take any type, and text is larger than every number
+# True for a valid lease: SQLite's columns hold any type, and text compares greater than every number
 _LEASE = f"typeof(leases.until) IN ('real', 'integer') AND leases.until - leases.since BETWEEN 0 AND {LONGEST_LEASE_S}"
 _warned: set[Path | None] = set()
 _stores: dict[Path | None, Store] = {}
 
 
 def open_store() -> Store:
-    """This process's store for the present `cache_dir`; nothing is opened or written yet."""
+    """This process's store for the current `cache_dir`; nothing is opened or written yet."""
     path: Path | None
     try:
         host = re.sub(r"[^\w.-]+", "-", platform.node()) or "unknown"
         path = cache_dir() / f"tuning-{host}.sqlite"
-    except RuntimeError:  # no home
+    except RuntimeError:  # no home folder
         path = None
     return _stores.setdefault(path, Store(path))
 
 
 class Store:
-    """The store in the file `path`; ``None`` keeps everything in this process.
+    """The store in the file `path`; with ``None`` everything is kept in this process.
 
-    `problem` says why the file was not used, if so; `left_out` why rows were left out of the last reading or import, one by one.
+    `problem` says why the file could not be used, if so; `left_out` has the reason for each invalid row of the last read or import.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.problem: str | None = None
         self.left_out: list[str] = []
-        self._winners: dict[Key, Winner | None] = {}  # what could not be written, None for one that fell
+        self._winners: dict[Key, Winner | None] = {}  # winners that could not be written; None if the old one was dropped
         self._records: list[Record] = []
 
     def winner(self, key: Key) -> dict[str, Any] | None:
@@ -71,7 +71,7 @@ class Store:
         return found and dict(found.config)
 
     def winners(self, kernel: str | None = None, device: str | None = None) -> list[Winner]:
-        """All winners, or those of a kernel or device; in the order of their keys."""
+        """All winners, or those of a kernel or device, ordered by key."""
         wanted = {name: value for name, value in (("kernel", kernel), ("device", device)) if value is not None}
         where = " AND ".join(f"keys.{name} = ?" for name in wanted) or "1"
         query = f"{_WINNERS} WHERE {where}"
@@ -81,18 +81,18 @@ class Store:
         return [w for key in sorted(found) if (w := found[key])]
 
     def snapshot(self, device: str) -> dict[Key, dict[str, Any]]:
-        """All configurations of a device in one query."""
+        """The winning configurations of a device, in one query."""
         return {w.key: w.config for w in self.winners(device=device)}
 
     def trials(self, key: Key | None = None) -> list[Record]:
-        """Every trial, or those of a key, oldest first, with its whole distribution."""
+        """Every trial, or those of a key, oldest first, each with all of its times."""
         where, values = ("1", ()) if key is None else (_IS, key)
         query = f"{_TRIALS} WHERE {where} ORDER BY trials.id"
         read = self._read_rows(lambda db: rows.valid(db.execute(query, values), _record))
         return read + [r for r in self._records if key in (None, r.key)]
 
     def record(self, key: Key, trials: Iterable[Trial]) -> dict[str, Any] | None:
-        """Keep these trials and settle the winner, in one transaction; returns the configuration of the winner, if there is one."""
+        """Store these trials and update the winner in one transaction; returns the winner's configuration, if there is one."""
         trials, now = list(trials), time.time()
         new_rows = [(_json(t.config), _json(t.times_us), _clean(t.cause), t.error, t.compile_s, now) for t in trials]
 
@@ -119,10 +119,10 @@ class Store:
         return new and dict(new.config)
 
     def claim(self, key: Key, owner: str, seconds: float) -> bool:
-        """Whether `owner` may tune `key` for the next `seconds`; again by the same owner prolongs. True where nothing is shared."""
+        """True if `owner` may tune `key` for the next `seconds`; an owner may extend its lease. Always True without a file."""
 
         def work(db: Connection) -> bool:
-            now = time.time()  # within the transaction, hence not before the time that an earlier owner wrote
+            now = time.time()  # inside the transaction, hence not earlier than what a previous owner wrote
             done = db.execute(
                 "INSERT INTO leases (key, owner, since, until) VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
                 " SET owner = excluded.owner, since = excluded.since, until = excluded.until"
@@ -134,11 +134,11 @@ class Store:
         return self._try(work, True, write=True)
 
     def release(self, key: Key, owner: str) -> None:
-        """Give back what `claim` gave; nothing happens where another has it by now."""
+        """Give up the lease that `claim` gave; does nothing if another owner has taken it since."""
         self._try(lambda db: db.execute("DELETE FROM leases WHERE key = ? AND owner = ?", (_id(db, key), owner)), None, write=True)
 
     def wait(self, key: Key, seconds: float, poll: float = 0.05) -> dict[str, Any] | None:
-        """The winner, as soon as there is one; None when nobody is tuning `key` (any more) or after `seconds`."""
+        """Wait for a winner; None once no process holds the lease of `key`, or after `seconds`."""
 
         def work(db: Connection) -> tuple[Winner | None, bool]:
             leases = f"SELECT count(*) FROM leases JOIN keys ON keys.id = leases.key WHERE {_IS} AND {_LEASE}"
@@ -146,16 +146,16 @@ class Store:
             return _find(db, key), bool(db.execute(taken, (*key, time.time())).fetchone()[0])
 
         end = time.monotonic() + seconds
-        nobody: tuple[Winner | None, bool] = (None, False)
+        nothing: tuple[Winner | None, bool] = (None, False)
         while True:
-            winner, taken = self._read(work, nobody)
+            winner, taken = self._read(work, nothing)
             winner = self._winners.get(key, winner)
             if winner or not taken or time.monotonic() >= end:
                 return winner and dict(winner.config)
             time.sleep(max(0.0, min(poll, end - time.monotonic())))
 
     def clear(self, kernel: str | None = None) -> int:
-        """Forget winners and trials, of one kernel or all; returns of how many keys. Leases stay: somebody is tuning."""
+        """Delete winners and trials, of one kernel or all; returns how many keys had any. Leases stay: tuning is under way."""
 
         def work(db: Connection) -> int:
             which = "SELECT id FROM keys WHERE ? IN (kernel, '')"  # '' is all
@@ -176,7 +176,7 @@ class Store:
         return count + len(gone)
 
     def export(self, device: str | None = None) -> dict[str, Any]:
-        """All winners, or those of a device, as a document for `load`, and for shipping."""
+        """All winners, or those of a device, as a document that `load` reads and that can be shipped."""
         found = [{**w.key._asdict(), **w._asdict(), "at": round(w.at)} for w in self.winners(device=device)]
         for row in found:
             del row["key"]
@@ -184,9 +184,9 @@ class Store:
         return dict(format=FORMAT, device=device or (devices.pop() if len(devices) == 1 else None), winners=found)
 
     def load(self, document: Any) -> int:
-        """Take over the winners of a document; one that is here already gives way only to 5 %. Returns how many changed.
+        """Import the winners of a document; one that is here already is replaced only if 5 % slower. Returns how many changed.
 
-        Those that are not valid are left out; ValueError if it is no document of winners at all.
+        Invalid rows are left out; ValueError if this is not a document of winners at all.
         """
         new, left_out = rows.parse(document)
 
@@ -222,7 +222,7 @@ class Store:
 
     def _read(self, work: Callable[[Connection], T], otherwise: T) -> T:
         if self.path is None or not os.path.exists(self.path):
-            return otherwise  # nobody has tuned yet, which is no reason to write or to warn
+            return otherwise  # nothing was tuned yet: no need to create the file or to warn
         return self._try(work, otherwise)
 
     def _try(self, work: Callable[[Connection], T], otherwise: T, write: bool = False) -> T:
@@ -240,7 +240,7 @@ class Store:
 
 
 def settle(key: Key, old: Winner | None, trials: Iterable[Trial], now: float) -> Winner | None:
-    """Who wins after these trials. The old winner defends itself with its newest median, and is out if it failed this time."""
+    """The winner after these trials. The old winner counts with its newest median, and is dropped if it failed this time."""
     best: Winner | None = None
     for trial in trials:
         able = trial.cause is None and rows.is_time(trial.median_us)
@@ -257,7 +257,7 @@ def _beats(median_us: float, old: Winner | None) -> bool:
 
 
 def _clean(text: str | None) -> str | None:
-    """A message may hold what no file can, such as parts of a path that is no UTF-8."""
+    """The text without what cannot be encoded, such as parts of a path that is not UTF-8."""
     return text and text.encode(errors="replace").decode()
 
 
@@ -275,7 +275,7 @@ def _find(db: Connection, key: Key) -> Winner | None:
     row = db.execute(f"{_WINNERS} WHERE {_IS}", key).fetchone()
     try:
         return row and _winner(row)
-    except Invalid:  # as if there were none, until the next one replaces it
+    except Invalid:  # treated as missing; the next winner replaces it
         return None
 
 

@@ -1,4 +1,4 @@
-"""How one launch is timed: on the device alone, with nothing of its data in the L2 cache."""
+"""Time one launch: device time only, with a cold L2 cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-FIRST = 5  # runs after which a clear loser is given up
+FIRST = 5  # runs after which a clear loser is abandoned
 LOSER = 1.5  # times the best so far
 WARM_UP_S = 0.01
-FLUSH_BYTES = 256 << 20  # at least: while the device writes them, the host enqueues the launch, so that its time is not measured
+FLUSH_BYTES = 256 << 20  # at least: flushing must take longer than enqueuing the launch, so that host time is not measured
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is known of a configuration: how long each run took, or why it cannot be used."""
+    """The outcome for one configuration: how long each run took, or why it cannot be used."""
 
-    config: Any  # in the store, what JSON makes of it
+    config: Any  # a dict when it comes from the store
     times_us: tuple[float, ...] = ()
     cause: str | None = None
-    error: float | None = None  # relative, in norm, against the reference
+    error: float | None = None  # relative to the reference, in norm
     compile_s: float | None = None
 
     @property
@@ -39,9 +39,9 @@ def time_us(
     repeats: int = 20,
     before: Callable[[], object] | None = None,
 ) -> tuple[float, ...]:
-    """Microseconds of `repeats` runs, without what `before` does ahead of each.
+    """Microseconds of each of `repeats` runs; `before` is called ahead of each run and not timed.
 
-    If all of the first five take more than 1.5 times `best_us`, they are all that is returned.
+    If each of the first five takes more than 1.5 times `best_us`, only those five are returned.
     """
     measure = _on_gpu(run, device, before) if device.type == "cuda" else _on_cpu(run, before)
     deadline = time.perf_counter() + WARM_UP_S
@@ -78,7 +78,7 @@ def _on_gpu(run: Callable, device: torch.device, before: Callable | None) -> Cal
             for start, stop in pairs:
                 if before:
                     before()
-                flush.zero_()  # last, so that what `before` wrote is not in the cache either
+                flush.zero_()  # last, so that it evicts what `before` wrote, too
                 start.record()
                 run()
                 stop.record()

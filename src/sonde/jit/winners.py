@@ -1,4 +1,4 @@
-"""What is known about configurations: stored winners of this machine, and those that come with the package."""
+"""Known winners: those stored on this machine and those shipped with the package."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .store import Key, open_store
 
 SHIPPED = Path(__file__).parent / "shipped"
 _any = PickAny()
-_version = 0  # grows when a winner may have changed
+_version = 0  # incremented whenever a winner may have changed
 
 
 def state() -> tuple[Any, ...]:
-    """What a choice depends on besides the call itself; part of the key of whatever remembers choices."""
+    """What a choice depends on besides the call itself; every cache of choices has it in its key."""
     policy = settings.current().policy
     return (policy if type(policy) is PickAny or not _capturing() else _any), _version
 
 
 def token() -> Any:
-    """The same for keys that are asked for with every call: hashing a policy is a function call of Python's."""
+    """The same in a form that hashes fast, for keys that are looked up on every call: hashing a policy runs Python code."""
     now = settings.current()
     return _version if type(now.policy) is PickAny else (now, *state())
 
 
 def forget() -> None:
-    """Look again: the store has changed."""
+    """Drop what was read from the store, because the store has changed."""
     global _version
     _version += 1
     stored.cache_clear()
 
 
 def _capturing() -> bool:
-    """Nothing may be timed while a graph is captured."""
+    """True while a CUDA graph is captured, when nothing may be timed."""
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # is_available() would ask the driver
     return started and torch.cuda.is_current_stream_capturing()
 
@@ -52,7 +52,7 @@ def stored(device: str) -> Mapping[Key, Mapping[str, Any]]:
 
 @lru_cache(64)
 def shipped(device: str) -> Mapping[tuple[Any, ...], Mapping[str, Any]]:
-    """They hold for every version of torch and Triton, until something better is stored."""
+    """The winners shipped for a device. They apply to every version of torch and Triton; a stored winner comes first."""
     file = SHIPPED / f"{slug(device)}.json"
     if not file.is_file():
         return {}
@@ -66,7 +66,7 @@ def shipped(device: str) -> Mapping[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def portable(key: Key) -> tuple[Any, ...]:
-    """The part of a key that another version has in common with this one."""
+    """The part of a key that does not depend on versions."""
     return key.kernel, key.dtypes, key.constants, key.bucket
 
 
@@ -78,7 +78,7 @@ _pretended: str | None = None
 
 
 def pretend(device: str | None) -> None:
-    """A release is built for a device that is not there."""
+    """Act as if this were the device: a release can be built for one that is not here."""
     global _pretended
     _pretended = device
     forget()
@@ -90,23 +90,23 @@ def device_name(device: torch.device) -> str:
 
 @lru_cache(64)
 def _device_name(device: torch.device) -> str:
-    """With its architecture, for which a release is built."""
+    """The device's name with its architecture, which a release is built for."""
     if device.type != "cuda":
         return "interpreter"
-    if not torch.cuda.is_available():  # fake tensors need none
+    if not torch.cuda.is_available():  # fake CUDA tensors exist without a GPU
         return "no GPU"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} sm_{properties.major}{properties.minor}" if torch.version.cuda else properties.name
 
 
 def read(kind: type, found: Any) -> Any:
-    """A configuration of this kind from what was stored, or None if it is of another kind, as one of an older version."""
+    """A configuration of this class from what was stored; None if the fields differ, as after an upgrade."""
     if isinstance(found, kind):
         return found
     names = {f.name for f in fields(kind)} if is_dataclass(kind) else set(kind._fields)  # type: ignore[attr-defined]
     try:
         return kind(**found) if isinstance(found, Mapping) and set(found) == names else None
-    except Exception:  # a kind may check its own values
+    except Exception:  # the class may check its values
         return None
 
 

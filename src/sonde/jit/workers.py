@@ -1,4 +1,4 @@
-"""Where configurations are compiled and tried: in other processes, so that this one survives whatever they do."""
+"""Compile and try configurations in other processes, so that this one survives their crashes and hangs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def precompile(
 ) -> Iterator[tuple[Any, float, str | None]]:
     """Compile `configs` into Triton's cache on disk, in processes that never touch the GPU.
 
-    Yields each configuration when it is done, with the seconds that it took and, if it failed, why. They go on compiling between
-    one and the next; closing the iterator ends them.
+    Yields each configuration as it finishes, with the seconds it took and, if it failed, the cause. The processes keep compiling
+    between yields; closing the iterator ends them.
     """
     if not is_compiled(kernel.function):
         yield from ((config, 0.0, None) for config in configs)
@@ -73,7 +73,7 @@ _kept: dict[Callable, list[Worker]] | None = None  # by role
 
 @contextmanager
 def keep() -> Iterator[None]:
-    """Processes stay for the next search, as long as this lasts: each takes seconds to start."""
+    """Inside this context, processes are kept for the next search, since each takes seconds to start."""
     global _kept
     if _kept is not None:
         yield
@@ -94,7 +94,7 @@ def _kept_or_new(role: Callable, *about: Any) -> Worker:
 
 
 def _keep_or_close(worker: Worker, idle: bool) -> None:
-    """One that still owes an answer is of no use to the next."""
+    """Keep an idle worker for the next search; close one that still owes an answer."""
     if idle and _kept is not None:
         _kept.setdefault(worker.role, []).append(worker)
     else:
@@ -106,14 +106,14 @@ def _feed(worker: Worker, about: tuple, tasks: deque, results: SimpleQueue, limi
         while tasks:
             try:
                 config = tasks.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 return
             start = time.monotonic()
             try:
                 seconds, cause = worker.ask((*about, config), limit_s, "compilation", "compiler")
             except Lost as lost:
                 seconds, cause = time.monotonic() - start, str(lost)
-            except Exception as error:  # one that cannot be asked about is no reason not to ask about the others
+            except Exception as error:  # a configuration that cannot be pickled, say; go on with the others
                 seconds, cause = time.monotonic() - start, describe(error)
             results.put((config, seconds, cause))
     except BaseException as error:
@@ -124,7 +124,7 @@ def _start_compiler(target: tuple) -> Callable:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    os.nice(5)  # behind the process that times
+    os.nice(5)  # lower priority than the process that times
     driver.set_active(CompileOnly(GPUTarget(*target)))
 
     def compile(module: str, attribute: str, problem: Any, kinds: Iterable[tuple | None], config: Any) -> tuple[float, str | None]:
@@ -152,7 +152,7 @@ def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple
 
 @dataclass(frozen=True)
 class Pointer:
-    """All that Triton's cache key takes from a tensor."""
+    """Stands in for a tensor: all that Triton's cache key reads from one."""
 
     dtype: torch.dtype
     address: int
@@ -166,9 +166,9 @@ class Pointer:
 
 
 class CompileOnly:
-    """A Triton driver that compiles for `target` and launches nothing, so that real launchers run on CPU tensors."""
+    """A Triton driver that compiles for `target` and launches nothing, so that our launch code runs on CPU tensors."""
 
-    SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # noqa: RUF012 (bytes a block may have)
+    SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # noqa: RUF012 (bytes per block)
 
     def __init__(self, target: Any) -> None:
         self.target, self.utils = target, self
@@ -207,7 +207,7 @@ def trials(kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> Trial
 
 
 class Trials:
-    """Checks and times configurations one by one in a process of its own, on copies of `tensors`."""
+    """Checks and times configurations one by one in a separate process, on copies of `tensors`."""
 
     def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
         device = next(t.device for t in tensors if t is not None)
@@ -216,17 +216,17 @@ class Trials:
         try:
             torch.save(inputs, self._file)
             self._file.flush()
-        except (OSError, RuntimeError) as problem:  # torch has its own word for a full disk
+        except (OSError, RuntimeError) as problem:  # torch raises RuntimeError when the disk is full
             raise OSError(f"its tensors cannot be written to {tempfile.gettempdir()}: {problem}") from problem
         layouts = [None if t is None else Layout.of(t) for t in tensors]
         self._case = kernel.module, kernel.attribute, problem, str(device), layouts, self._file.name
         self._worker = _kept_or_new(_start_bench, (str(device),), _environment(kernel))
-        with suppress(Lost):  # which the first question will meet again
-            self._worker.start()  # its imports go on beside the first compilation
+        with suppress(Lost):  # the first question raises it again
+            self._worker.start()  # so that its imports overlap with the first compilation
         self._knows, self._idle, self._broken = False, True, ""
 
     def trial(self, config: Any, best_us: float | None, limit_s: float) -> Trial:
-        self._idle = False  # an interrupt leaves a question unanswered
+        self._idle = False  # stays so if an interrupt leaves the question unanswered
         trial = self._ask(config, best_us, limit_s)
         self._idle = True
         return trial
@@ -255,7 +255,7 @@ class Trials:
 
 
 class InProcess:
-    """The same in this process, for kernels that another one cannot import; `limit_s` means nothing here."""
+    """The same in this process, for kernels that another process cannot import; `limit_s` is ignored."""
 
     def __init__(self, kernel: Any, problem: Any, tensors: Sequence[Tensor | None]) -> None:
         device = next(t.device for t in tensors if t is not None)
@@ -278,7 +278,7 @@ def _start_bench(device: str) -> Callable:
 
     def case(module: str, attribute: str, problem: Any, device: str, layouts: Sequence[Layout | None], file: str) -> str:
         nonlocal bench
-        bench = None  # the one before makes room
+        bench = None  # free the previous one's memory first
         try:
             where = torch.device(device)
             if where.type == "cuda":
@@ -296,7 +296,7 @@ def _start_bench(device: str) -> Callable:
 
 
 def _environment(kernel: Any) -> dict[str, str]:
-    """Triton there must interpret if and only if it does here, whatever became of the variable since it was read."""
+    """The environment for a worker: Triton must interpret there if and only if it does here, whatever the variable says now."""
     env = dict(os.environ)
     if is_compiled(kernel.function):
         env.pop("TRITON_INTERPRET", None)
@@ -306,7 +306,7 @@ def _environment(kernel: Any) -> dict[str, str]:
 
 
 def is_compiled(function: object) -> bool:
-    """Not interpreted; asked without loading Triton."""
+    """True if the kernel is compiled, not interpreted; checked without importing Triton."""
     triton = sys.modules.get("triton")
     return triton is not None and isinstance(function, triton.JITFunction)
 

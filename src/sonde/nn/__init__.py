@@ -1,4 +1,4 @@
-"""Layers built on the operators. Their state dicts are those of the original models, so checkpoints load as they are."""
+"""Layers built on the operators. Their state dicts match the original models', so checkpoints load unchanged."""
 
 from .deformable_attention import MSDeformAttn
 from .grid_sample import GridSample

@@ -49,7 +49,7 @@ class MSDeformAttn(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Heads look around the reference in all directions, a pixel further with each point; weights are equal."""
+        """Each head samples in its own direction from the reference point, each point one pixel further; weights are equal."""
         angle = torch.arange(self.n_heads, dtype=torch.float32) * (2 * math.pi / self.n_heads)
         direction = torch.stack([angle.cos(), angle.sin()], -1)
         direction = direction / direction.abs().amax(-1, keepdim=True)
@@ -79,7 +79,7 @@ class MSDeformAttn(nn.Module):
             reference_points: Points (x, y) in [0, 1], or boxes (x, y, w, h): ``[B, Q, L, 2 or 4]``; any of B, Q and L may
                 be 1, as in PyTorch.
             input_flatten: The pyramid's pixels, level by level, ``[B, S, d_model]``.
-            input_spatial_shapes: Height and width of every level, ``[L, 2]``; Python integers or a tensor, which nothing waits for.
+            input_spatial_shapes: Height and width of every level, ``[L, 2]``; Python integers or a tensor; no synchronisation.
             input_level_start_index: The first row of every level, ``[L]``; may be None where the shapes are Python integers.
             input_padding_mask: True where a pixel is padding and counts as zero, ``[B, S]``.
 
@@ -99,7 +99,7 @@ class MSDeformAttn(nn.Module):
         return out
 
     def _check(self, query: Any, reference_points: Any, pixels: Any, shapes: Any, starts: Any, mask: Any) -> None:
-        """Parameters are left out: hooks may move or cast them, or what goes into them, between here and their use."""
+        """Check arguments, not parameters: hooks may still move or cast parameters, or their inputs, before they are used."""
         name = "MSDeformAttn"
         n = checks.shapes(name, query=(query, f"B Q {self.d_model}"), input_flatten=(pixels, f"B S {self.d_model}"))
         last = 2
@@ -124,7 +124,9 @@ class MSDeformAttn(nn.Module):
             raise ValueError(f"{expected}, on {pixels.device}; got {mask.dtype} {list(mask.shape)} on {mask.device}")
 
     def _locations(self, reference_points: Tensor, offsets: Tensor, shapes: Tensor | Sequence[Any]) -> Tensor:
-        offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32))  # half a coordinate is pixels off
+        offsets = offsets.to(
+            torch.promote_types(offsets.dtype, torch.float32)
+        )  # half-precision coordinates are off by whole pixels
         where = reference_points[:, :, None, :, None]  # [B, Q, 1, L, 1, 2 or 4]
         if where.shape[-1] == 2:
             return where + offsets / _widths_and_heights(shapes, offsets)[:, None]
@@ -138,10 +140,10 @@ _OF_ATTENTION = pyramid.Names("input_spatial_shapes", "input_level_start_index",
 
 
 def _widths_and_heights(shapes: Tensor | Sequence[Any], like: Tensor) -> Tensor:
-    """Of each level, ``[L, 2]``, as floats beside `like`."""
+    """The width and height of each level, ``[L, 2]``, as floats on the device of `like`."""
     if isinstance(shapes, Tensor):
         if shapes.device == like.device or torch.compiler.is_compiling():
             return shapes.to(like).flip(-1)
         shapes = shapes.tolist()
-    # filled where they are needed: a copy from the host would wait for the device
+    # filled on the device: a copy from the host would wait for it
     return torch.stack([like.new_full((), size) for h, w in shapes for size in (w, h)]).view(-1, 2)

@@ -1,4 +1,4 @@
-"""The layers of Sparse4D and SparseDrive: key points of 3-D boxes, and what the cameras see there."""
+"""The layers of Sparse4D and SparseDrive: key points of 3-D boxes, and the image features that cameras see at them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..op import checks
 
 
 class SparseBox3DKeyPointsGenerator(nn.Module):
-    """Key points of 3-D boxes: some at fixed fractions of the box, some where its feature says.
+    """Key points of 3-D boxes: some at fixed fractions of the box, some predicted from the instance's feature.
 
     Args:
         embed_dims: Channels of the instance features.
-        num_learnable_pts: How many points the feature places, anywhere within the box.
-        fix_scale: Places of the fixed points, in units of the box around its centre, ``[fixed, 3]``; the centre if None.
+        num_learnable_pts: How many points are predicted, anywhere within the box.
+        fix_scale: The fixed points relative to the centre, in units of the box's size, ``[fixed, 3]``; the centre if None.
 
     Example:
         >>> import torch, sonde.nn
@@ -51,7 +51,7 @@ class SparseBox3DKeyPointsGenerator(nn.Module):
             nn.init.zeros_(self.learnable_fc.bias)
 
     def forward(self, anchor: Tensor, instance_feature: Tensor | None = None) -> Tensor:
-        """Place the points.
+        """Compute the points.
 
         Args:
             anchor: Boxes (x, y, z, ln w, ln l, ln h, sin yaw, cos yaw, …), ``[B, A, 8 or more]``.
@@ -104,14 +104,14 @@ class DeformableFeatureAggregation(nn.Module):
         num_levels: Levels of the feature pyramids.
         num_cams: Cameras.
         proj_drop: Dropout of the result.
-        attn_drop: How often, in training, what one camera sees of one point is left out.
-        kps_generator: A module that makes ``[B, A, num_pts, 3]`` of anchors and instance features and has `num_pts`;
+        attn_drop: The probability, in training, that one camera's view of one point is dropped.
+        kps_generator: A module that maps anchors and instance features to ``[B, A, num_pts, 3]`` and has an attribute `num_pts`;
             or the options of a `SparseBox3DKeyPointsGenerator`.
-        use_deformable_func: True samples as the models' CUDA extension, which drops what is seen outside the image; False as
+        use_deformable_func: True samples like the models' CUDA extension, which drops samples outside the image; False like
             their ``grid_sample`` fallback, which pads with zeros.
-        use_camera_embed: Whether weights depend on the camera through an encoding of its projection.
-        residual_mode: The instance feature is added to the result (``"add"``), put beside it (``"cat"``), or left out (None).
-        temporal_fusion_module: None. The originals' configurations may name it.
+        use_camera_embed: Whether the weights depend on the camera, through an encoding of its projection.
+        residual_mode: Add the instance feature to the result (``"add"``), concatenate it (``"cat"``), or leave it out (None).
+        temporal_fusion_module: Must be None; accepted because the originals' configurations name it.
 
     Example:
         >>> import torch, sonde.nn
@@ -156,12 +156,12 @@ class DeformableFeatureAggregation(nn.Module):
         self.num_pts: int = self.kps_generator.num_pts  # type: ignore[assignment]
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         self.camera_encoder = _camera_encoder(embed_dims) if use_camera_embed else None
-        cams = 1 if use_camera_embed else num_cams  # that one row of weights is for
+        cams = 1 if use_camera_embed else num_cams  # cameras that one output row of weights_fc covers
         self.weights_fc = nn.Linear(embed_dims, num_groups * cams * num_levels * self.num_pts)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights are equal at first."""
+        """Initially all weights are equal."""
         nn.init.zeros_(self.weights_fc.weight)
         nn.init.zeros_(self.weights_fc.bias)
         nn.init.xavier_uniform_(self.output_proj.weight)
@@ -170,16 +170,17 @@ class DeformableFeatureAggregation(nn.Module):
     def forward(
         self, instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, feature_maps: Sequence[Any], metas: Mapping[str, Any]
     ) -> Tensor:
-        """Look at the anchors.
+        """Sample the feature maps at the anchors' key points, and aggregate.
 
         Args:
             instance_feature: ``[B, A, embed_dims]``.
-            anchor: What the generator of key points takes, ``[B, A, 11]`` for boxes.
+            anchor: The input of `kps_generator`, ``[B, A, 11]`` for boxes.
             anchor_embed: ``[B, A, embed_dims]``.
-            feature_maps: ``[B, cams, embed_dims, H, W]`` for each level; or what :func:`sonde.feature_maps_format` makes of them,
-                once for many layers.
-            metas: ``projection_mat`` ``[B, cams, 4, 4]`` to pixels, of which the last row is not read and may be missing, and their
-                number ``image_wh`` ``[B, cams, 2]``; without it the projection is to [0, 1]. B may be 1, and cams of ``image_wh``.
+            feature_maps: ``[B, cams, embed_dims, H, W]`` for each level; or the result of :func:`sonde.feature_maps_format`,
+                computed once for many layers.
+            metas: ``projection_mat`` ``[B, cams, 4, 4]`` to pixels, whose last row is not read and may be missing, and the images'
+                width and height ``image_wh`` ``[B, cams, 2]``; without it the projection is to [0, 1]. B may be 1, and so may
+                the cams of ``image_wh``.
 
         Returns:
             ``[B, A, embed_dims]``, twice as many channels with ``residual_mode="cat"``.
@@ -203,7 +204,7 @@ class DeformableFeatureAggregation(nn.Module):
         return torch.cat([out, instance_feature], -1) if self.residual_mode == "cat" else out
 
     def _check(self, instance_feature: Any, anchor_embed: Any, feature_maps: Any, metas: Any) -> None:
-        """All but the anchor, which the generator of key points knows."""
+        """Check everything but the anchor, which `kps_generator` checks."""
         row = f"B A {self.embed_dims}"
         operands = {"instance_feature": (instance_feature, row), "anchor_embed": (anchor_embed, row)}
         kinds = "maps [B, cams, C, H, W] in a list, or what sonde.feature_maps_format returned"
