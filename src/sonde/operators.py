@@ -38,6 +38,7 @@ class Operator:
     # -- arguments, by name
     image: str = ""  # an image, which may be channels-last; always the first
     samples: str = ""  # coordinates; the float64 truth must use the same pixel positions (in pyramids' cases none round)
+    views: bool = False  # images of one more dimension are several views, not volumes
     align: str = ""  # the argument that says whether ±1 are pixel centres
     searched: tuple[str, ...] = ()  # queries and points of a search; the float64 truth must use the same neighbours
     places: tuple[str, ...] = ()  # arguments that are positions or widths, not values; the last holds the positions of the data
@@ -182,7 +183,14 @@ class Operator:
     @property
     def defined(self) -> Callable[..., Any]:
         """The reference, called directly rather than through the registration where that gives the same result."""
-        return self.reference if self.searched else lambda *args: self.definition(*self.registered(*args))
+        if self.searched:
+            return self.reference
+
+        def definition(*args: Any) -> Any:
+            out = self.definition(*self.registered(*args))
+            return out[0] if isinstance(out, tuple) and len(self.results) == 1 else out  # the others are for the backward pass
+
+        return definition
 
     def written(self, args: Sequence[Any], impl: str) -> tuple[Callable[..., Any], Sequence[Any]]:
         """The call as a user writes it, for timing: the public function with its options by keyword, and its other arguments."""
@@ -295,6 +303,15 @@ _ALL = (
         **_EPIPOLAR,
         queries=dict(samples=1, queries=2, depths=1),
         factors=("queries", -1),
+        in_full=("odd_sizes", "hostile"),
+    ),
+    Operator(
+        "sample_attention",
+        **_EPIPOLAR,
+        views=True,
+        converts=True,
+        queries=dict(samples=-3, queries=2, depths=-2, mask=-2),
+        vanishing=("one_of_each", "one_pixel"),  # one sample, or one value of all, so moving weights changes nothing
         in_full=("odd_sizes", "hostile"),
     ),
     Operator(

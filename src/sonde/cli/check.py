@@ -96,7 +96,7 @@ def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor
     A coordinate that float32 rounds across a pixel's edge is not the kernel's error, and float64 must not round it back: the last
     lines therefore raise a position that comes out too low by 2⁻⁵⁰, which is far below every tolerance.
     """
-    size = torch.tensor(images.shape[:1:-1], device=samples.device)
+    size = torch.tensor(images.shape[: -1 - samples.shape[-1] : -1], device=samples.device)
     if align:
         x = ((samples + 1) / 2 * (size - 1)).double()
         u = torch.where(size > 1, 2 * x / (size - 1) - 1, samples.double())
@@ -108,7 +108,9 @@ def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor
 
 def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: torch.dtype, taps: int) -> list[Tensor]:
     """Value and gradients by the reference in `dtype`, a slice of the queries at a time."""
-    wide: Mapping = {k: a.to(dtype) if isinstance(a, Tensor) else a for k, a in zip(operator.arguments, args)}
+    wide: Mapping = {
+        k: a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for k, a in zip(operator.arguments, args)
+    }
     out = torch.zeros_like(cotangent, dtype=dtype, memory_format=torch.contiguous_format)
     grads = {k: torch.zeros_like(a) for k, a in wide.items() if isinstance(a, Tensor)}
     along, Q, n = operator.queries, cotangent.shape[operator.result], every(operator, cotangent)

@@ -159,7 +159,7 @@ def _smoke(impl: str, kind: str) -> str:
 
     from ..grid.sample_sum import cases, sample_sum
 
-    args = [a.requires_grad_() for a in cases.make(**cases.SMALL["odd_sizes"], device=kind)]  # type: ignore[arg-type]
+    args = [a.requires_grad_() for a in cases.make(**cases.SMALL["odd_sizes"], device=kind)]
     start = time.perf_counter()
     out = sample_sum(*args, impl=impl)  # type: ignore[arg-type]
     torch.autograd.grad(out.sum(), args)

@@ -40,9 +40,13 @@ class Job:
     def inputs(self, **sizes) -> list:
         args = list(self.operator.make(**(sizes or self.sizes), dtype=getattr(torch, self.dtype), device=str(self.device)))
         if self.layout == "channels_last" and self.operator.has_images:
-            form = torch.channels_last_3d if args[0].ndim == 5 else torch.channels_last
-            args[0] = args[0].contiguous(memory_format=form)
+            args[0] = self._channels_last(args[0])
         return args
+
+    def _channels_last(self, images: Tensor) -> Tensor:
+        if images.ndim == 5 and self.operator.views:
+            return images.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, images.shape[:2])
+        return images.contiguous(memory_format=torch.channels_last_3d if images.ndim == 5 else torch.channels_last)
 
     def outlines(self, grad: bool) -> list:
         """The inputs without values, for a plan: they take no memory, and their device need not exist here."""
@@ -255,8 +259,10 @@ def _gather(job: Job, args: Sequence) -> Callable | None:
         from .floor import floor
     except ImportError:  # no Triton
         return None
-    pixels = named[job.operator.image].permute(0, 2, 3, 1).contiguous()
-    return partial(floor, pixels, named[job.operator.samples])
+    images, samples = named[job.operator.image], named[job.operator.samples]
+    if images.ndim == 5:  # several views
+        images, samples = images.flatten(0, 1), samples.flatten(0, 1)
+    return partial(floor, images.permute(0, 2, 3, 1).contiguous(), samples)
 
 
 _bandwidth = cache(timing.copy_bandwidth)

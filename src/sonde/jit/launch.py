@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -104,3 +105,20 @@ def vector_of(most: int, *numbers: int) -> int:
     while most > 1 and any(n % most for n in numbers):
         most //= 2
     return most
+
+
+def halves(x: float) -> tuple[int, int]:
+    """A float64 as two integers, which a kernel takes without losing bits and without recompilation; see :func:`number`."""
+    low, high = struct.unpack("<ii", struct.pack("<d", x))
+    return high, low
+
+
+def from_halves(high: int, low: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<ii", low, high))[0])
+
+
+@triton.jit
+def number(HIGH, LOW):
+    """The float64 whose :func:`halves` these are."""
+    bits = (HIGH.to(tl.int64) << 32) | (LOW.to(tl.int64) & 0xFFFFFFFF)
+    return bits.to(tl.float64, bitcast=True)

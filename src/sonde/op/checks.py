@@ -81,6 +81,30 @@ def broadcast(
         raise ValueError(f"{name}: {argument} must be [{', '.join(letters)}] with {known}, or 1; got {list(tensor.shape)}")
 
 
+def mask(name: str, argument: str, tensor: Any, pattern: str, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Check a boolean tensor against a pattern whose letters stand for `sizes`."""
+    letters = pattern.split()
+    expected = f"[{', '.join(letters)}]"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {argument} must be a boolean tensor {expected}; got {kind(tensor)}")
+    dense(name, argument, tensor)
+    if tensor.dtype is not torch.bool:
+        raise TypeError(f"{name}: {argument} must be boolean; got {tensor.dtype}. Use {argument}.bool()")
+    if tensor.device != device:
+        raise ValueError(f"{name}: {argument} must be on {device}, as other arguments are; got {tensor.device}. Use .to({device})")
+    if tuple(tensor.shape) != tuple(sizes[letter] for letter in letters):
+        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters)
+        raise ValueError(f"{name}: {argument} must be {expected} with {known}; got {list(tensor.shape)}")
+
+
+def positive(name: str, argument: str, value: Any) -> None:
+    """A finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: {argument} must be a finite number > 0; got {kind(value)}")
+    if not 0 < value < float("inf"):  # false for NaN
+        raise ValueError(f"{name}: {argument} must be a finite number > 0; got {value}")
+
+
 def dense(name: str, argument: str, tensor: Tensor) -> None:
     """Refuse tensors that are not one block of numbers with strides, each with the way to make one of it."""
     if tensor.is_nested:

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # name: sizes; C counts the channels of the queries, the images have 2·octaves more
-EPIPOLAR = {
+EPIPOLAR: dict[str, dict[str, Any]] = {
     "pixelsplat_train": dict(B=14, C=128, H=64, W=64, Q=4096, D=32, heads=4, octaves=10),
     "pixelsplat_infer": dict(B=2, C=128, H=64, W=64, Q=4096, D=32, heads=4, octaves=10),
     "fused_sample_ops": dict(B=8, C=128, H=128, W=256, Q=256, D=123, heads=4, octaves=6),
 }
 
 # every edge case a kernel can get wrong, small enough for the interpreter
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "odd_sizes": dict(B=2, C=5, H=6, W=7, Q=5, D=3, heads=3, octaves=2),
     "one_of_each": dict(B=1, C=1, H=1, W=1, Q=1, D=1, heads=1),
     "wide": dict(B=1, C=128, H=5, W=4, Q=3, D=6, heads=4, octaves=10),

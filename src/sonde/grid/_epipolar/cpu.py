@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,14 +76,9 @@ def _add_block(
     operands = [Array(slots[x], shapes[x]) if x in slots else none[x] for x in OPERANDS]
     powers = 2.0 ** np.arange(octaves, dtype=NUMPY[wide])
     if "images" in wants:
-        layout = memory_format(images, True)
-        found["images"] = p.buffer("d_images", outline(images.shape, memory_format=layout), wide)
-        strides = (1, C) if layout == torch.channels_last else (H * W, 1)
-        blocks, width = _blocks(B, C, p.threads)
-        args = width, H, W, C, *operands, powers, Array(found["images"], (B * C * H * W,)), *strides
-        scratch = H * W * (width + LANES) * wide.itemsize + spill_bytes(H * W)  # the image that each thread adds to
+        found["images"] = gradient_buffer(p, "images", images)
         writes = [wants["images"]] if "images" in finished else []
-        p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=scratch)
+        add_images_gradient(p, images.shape, operands, powers, images, found["images"], writes)
     if per_sample := [x for x in wants if x != "images"]:
         Q, D = shapes["samples"][1:3]
         for x in per_sample:  # rows are always written, the others only where a sample sees the image
@@ -93,6 +89,28 @@ def _add_block(
         writes = [wants[x] for x in per_sample if x in finished]
         p.run(per_query, B * Q, [H, W, pixels, *operands, powers, *results], grain=grain, writes=writes)
     return found
+
+
+def gradient_buffer(p: CpuPass, name: str, images: Tensor) -> str:
+    """A buffer in which the gradient of these images is summed, in their layout."""
+    return p.buffer(f"d_{name}", outline(images.shape, memory_format=memory_format(images, True)), p.accumulator)
+
+
+def add_images_gradient(
+    p: CpuPass, shape: Sequence[int], operands: Sequence[Any], powers: Any, images: Tensor, out: str, writes: Sequence[str],
+    views: int = 1, encoded: int | None = None,
+) -> None:  # fmt: skip
+    """A step that writes ∂T/∂images of this shape, which are all of `images` or some, into `out`.
+
+    So many `views` in a row share their rows; the encoding meets the first `encoded` heads, or all.
+    """
+    B, C, H, W = shape
+    strides = (1, C) if memory_format(images, True) == torch.channels_last else (H * W, 1)
+    blocks, width = _blocks(B, C, p.threads)
+    heads = operands[2].shape[1] if encoded is None else encoded
+    args = width, H, W, C, *operands, powers, views, heads, Array(out, (B * C * H * W,)), *strides
+    scratch = H * W * (width + LANES) * p.accumulator.itemsize + spill_bytes(H * W)  # the image that each thread adds to
+    p.run(per_channel, B * blocks, args, slices_per_thread=1, writes=writes, scratch=scratch)
 
 
 def _shapes(images: Tensor, samples: Tensor, octaves: int, coef: Opt, rows: Opt) -> dict[str, tuple[int, ...]]:

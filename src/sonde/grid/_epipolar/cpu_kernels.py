@@ -61,26 +61,26 @@ def per_query(
                     g_row[j, k] = 0
             whole[:] = 0
         for first in range(0, D, TILE):
-            m = _locate(b, q, first, min(first + TILE, D), H, W, samples, at, corner, weight)
+            m = locate(b, q, first, min(first + TILE, D), H, W, samples, at, corner, weight)
             if F:
-                _encode(b, q, m, at, depths, octaves, wave)
+                encode(b, q, m, at, depths, octaves, wave)
             if want_rows or want_samples or want_depths:
-                _pick(b, q, m, at, coef, c)
+                pick(b, q, m, at, coef, c, h)
             if want_rows or want_coef or want_depths:
-                _tap(m, pixels, corner, weight, tap)
+                take(m, pixels, corner, weight, tap)
             if want_rows:
-                _combine(m, c, tap, g_row)
+                combine(m, c, tap, g_row)
                 if D > BLOCK and (first + TILE) % BLOCK == 0:
                     for j in range(h):
                         move(flat_row, j * padded, (j + 1) * padded, whole, j)
             for i in range(m):
                 d = at[i]
                 if want_coef:
-                    _dots(i, plain, F, tap, row, wave, dot)
+                    dots(i, plain, F, tap, row, wave, dot)
                     for j in range(h):
                         g_coef[b, j, q, d] = dot[j]
                 if want_samples:
-                    s0, s1, s2, s3 = _corner_dots(i, h, plain, F, c, row, wave, pixels, corner)
+                    s0, s1, s2, s3 = corner_dots(i, h, plain, F, c, row, wave, pixels, corner)
                     g_samples[b, q, d, 0] = weight[i, 4] * s0 + weight[i, 5] * s1 + weight[i, 6] * s2 + weight[i, 7] * s3
                     g_samples[b, q, d, 1] = weight[i, 8] * s0 + weight[i, 9] * s1 + weight[i, 10] * s2 + weight[i, 11] * s3
                 if want_depths:
@@ -106,8 +106,10 @@ def per_channel(
     samples,  # [B, Q, D, 2]
     depths,  # [B, Q, D]
     coef,  # [B, h, Q, D]
-    rows,  # [B, h, Q, C']
+    rows,  # [B / views, h, Q, C']
     octaves,  # 1, 2, 4, …
+    views,  # images in a row that share their rows
+    encoded,  # the first heads, which meet the encoding, too
     g_images,  # [B*C*H*W]
     stride_c,
     stride_x,
@@ -137,12 +139,12 @@ def per_channel(
         for q in range(Q):
             for j in range(h):
                 for k in range(middle - low):
-                    row[j, k] = rows[b, j, q, low + k]
+                    row[j, k] = rows[b // views, j, q, low + k]
             for first in range(0, D, TILE):
-                m = _locate(b, q, first, min(first + TILE, D), H, W, samples, at, corner, weight)
-                _pick(b, q, m, at, coef, c)
+                m = locate(b, q, first, min(first + TILE, D), H, W, samples, at, corner, weight)
+                pick(b, q, m, at, coef, c, encoded)
                 if middle < high:
-                    _encode(b, q, m, at, depths, octaves, wave)
+                    encode(b, q, m, at, depths, octaves, wave)
                 i = 0
                 while i < m:
                     run_end = _run_end(i, m, corner)
@@ -160,7 +162,7 @@ def per_channel(
 
 
 @part
-def _locate(b, q, first, last, H, W, samples, at, corner, weight):
+def locate(b, q, first, last, H, W, samples, at, corner, weight):
     """List the samples of `first` to `last` that see the image: index, corners, and the corners' weights and slopes in x and y."""
     real = samples.dtype.type
     m = 0
@@ -198,19 +200,20 @@ def _axis(x, size, length, half):
 
 
 @part
-def _pick(b, q, m, at, coef, c):
-    """c[i] = the coefficients of listed sample i for each head, then their sum."""
+def pick(b, q, m, at, coef, c, encoded):
+    """c[i] = the coefficients of listed sample i for each head, then the sum of the first `encoded`."""
     h = coef.shape[1]
     for i in range(m):
         whole = 0.0
         for j in range(h):
             c[i, j] = coef[b, j, q, at[i]]
-            whole += c[i, j]
+            if j < encoded:
+                whole += c[i, j]
         c[i, h] = whole
 
 
 @part
-def _tap(m, pixels, corner, weight, tap):
+def take(m, pixels, corner, weight, tap):
     """tap[i] = listed sample i of all channels."""
     C = pixels.shape[1]
     for i in range(m):
@@ -222,7 +225,7 @@ def _tap(m, pixels, corner, weight, tap):
 
 
 @part
-def _combine(m, c, tap, g_row):
+def combine(m, c, tap, g_row):
     """g_row[j] += Σ_i c[i, j]·tap[i], four heads at a time."""
     n = tap.shape[1]
     for j in range(0, g_row.shape[0], 4):
@@ -238,7 +241,7 @@ def _combine(m, c, tap, g_row):
 
 
 @part
-def _dots(i, n, F, tap, row, wave, dot):
+def dots(i, n, F, tap, row, wave, dot):
     """dot[j] = tap[i]·row[j], four heads at a time; the dot product of the encoded channels is the same for all."""
     zero = spread(tap.dtype.type(0))
     shared = zero
@@ -267,7 +270,7 @@ def _mix(i, k, n, h, c, row):
 
 
 @part
-def _corner_dots(i, h, n, F, c, row, wave, pixels, corner):
+def corner_dots(i, h, n, F, c, row, wave, pixels, corner):
     """pixels[p]·(Σ_j c[i, j]·row[j]) for the four corners p."""
     p0, p1, p2, p3 = corner[i, 0], corner[i, 1], corner[i, 2], corner[i, 3]
     zero = spread(row.dtype.type(0))
@@ -333,7 +336,7 @@ A0, A1, A2, A3, A4, A5, A6, A7, A8, A9 = ((-1) ** k * math.tau ** (2 * k + 1) / 
 
 
 @part
-def _encode(b, q, m, at, depths, octaves, wave):
+def encode(b, q, m, at, depths, octaves, wave):
     """Sine and cosine of 2πt, interleaved, for t = depth·octave; both are computed as a sine of at most a quarter turn."""
     real = wave.dtype.type
     F = len(octaves)

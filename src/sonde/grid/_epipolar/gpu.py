@@ -49,21 +49,15 @@ def derivatives(
     p = Pass(images.device, wide, given)
     by_segments = deterministic and "images" in wants
 
-    in_place = reads_in_place(Q * D, C) or 16 * Q * D <= H * W  # not by B: another layout may sum in another order
-    layout: Layout = "planes" if in_place else "padded"
-    d_layout: Layout = "padded" if by_segments else layout
-    if images.permute(0, 2, 3, 1).is_contiguous():
-        layout = d_layout = "pixels"
-    strides = {"pixels": C, "planes": 1, "padded": pixel_stride(C, images.element_size())}
-    d_strides = {"pixels": C, "planes": 1, "padded": pixel_stride(C, wide.itemsize)}
-    int64 = FORCE_INT64 or H * W * max(C, strides[layout], d_strides[d_layout]) >= 2**31
-    d_stride = d_strides[d_layout] if "images" in wants else 0
-    problem = Problem(B, H, W, Q, D, C, strides[layout], d_stride, heads, octaves, wide, int64, coef is not None)
+    layout = layout_of(images, Q * D)
+    d_layout = sums_layout(layout, by_segments)
+    stride, sums_stride = stride_of(layout, C, images.dtype), stride_of(d_layout, C, wide)
+    int64 = FORCE_INT64 or H * W * max(C, stride, sums_stride) >= 2**31
+    d_stride = sums_stride if "images" in wants else 0
+    problem = Problem(B, H, W, Q, D, C, stride, d_stride, heads, octaves, wide, int64, coef is not None)
 
     slots = {name: p.contiguous(name) for name in given if name != "images"}
-    slots["images"] = "images" if layout == "pixels" else p.contiguous("images")
-    if layout == "padded":
-        slots["images"] = into_pixels(p, slots["images"], images.shape)  # type: ignore[arg-type]
+    slots["images"] = as_read(p, "images", images, layout)
 
     shapes = dict(samples=(B, Q, D, 2), coef=(B, heads, Q, D), rows=(B, heads, Q, C - 2 * octaves), depths=(B, Q, D))
     depths_unread = "depths" in wants and not octaves  # their gradient is zero
@@ -74,8 +68,7 @@ def derivatives(
     found = {}
     for want in wants:
         if want == "images":
-            fill = None if by_segments or rows_clear else 0  # segments write every element, atomics add
-            found[want] = p.buffer("d_images", _sums(images, d_layout, wide, by_segments), wide, fill)
+            found[want] = gradient_buffer(p, "images", images, d_layout, by_segments, cleared=not rows_clear)
         else:
             operand = given.get(want)
             rounded = dtype if operand is None else operand.dtype
@@ -94,20 +87,59 @@ def derivatives(
         )  # fmt: skip
     if by_segments:
         add_images_gradient(p, problem, slots, found["images"], [wants["images"]])
-    gradient = outline(images.shape, memory_format=memory_format(images, True))
-    if "images" in wants and (d_layout == "padded" or images.dtype != wide):  # round the sums into the layout of the images
-        sums, found["images"] = found["images"], p.buffer("d_images", gradient, images.dtype)
-        if d_layout == "padded":
-            into_planes(p, sums, found["images"], images.shape)
-        else:
-            add_finish(p, sums, gradient, found["images"], gradient)
+    if "images" in wants:
+        found["images"] = round_gradient(p, "images", images, found["images"], d_layout)
     if depths_unread:
         p.call("torch.zero_", Tensor.zero_, [found["depths"]], writes=[wants["depths"]])
     return p.returns(*(found[want] for want in wants))
 
 
-def _sums(images: Tensor, layout: Layout, wide: torch.dtype, by_segments: bool) -> Tensor:
-    """The outline of the buffer in which the gradient of the images is summed."""
+def layout_of(images: Tensor, samples: int) -> Layout:
+    """How kernels read them, where each image has so many samples: converted, unless those are few or channels come last."""
+    _, C, H, W = images.shape
+    if images.permute(0, 2, 3, 1).is_contiguous():
+        return "pixels"
+    few = reads_in_place(samples, C) or 16 * samples <= H * W  # not by B: another layout may sum in another order
+    return "planes" if few else "padded"
+
+
+def sums_layout(layout: Layout, by_segments: bool) -> Layout:
+    """In which their gradient is summed."""
+    return "padded" if by_segments and layout == "planes" else layout
+
+
+def stride_of(layout: Layout, C: int, dtype: torch.dtype) -> int:
+    """From pixel to pixel; 1 where each channel is a plane."""
+    return {"pixels": C, "planes": 1, "padded": pixel_stride(C, dtype.itemsize)}[layout]
+
+
+def as_read(p: Pass, name: str, images: Tensor, layout: Layout) -> str:
+    """The slot of the images in this layout."""
+    if layout == "pixels":
+        return name
+    planes = p.contiguous(name)
+    assert planes is not None
+    return into_pixels(p, planes, images.shape) if layout == "padded" else planes
+
+
+def gradient_buffer(p: Pass, name: str, images: Tensor, layout: Layout, by_segments: bool, cleared: bool = True) -> str:
+    """A buffer in which the gradient of these images is summed: segments write every element, atomics add."""
+    wide = p.accumulator
     if layout != "padded":
-        return outline(images.shape, memory_format=memory_format(images, True))
-    return pixels_outline(images.shape, wide) if by_segments else outline([pixels_size(images.shape, wide)])
+        like = outline(images.shape, memory_format=memory_format(images, True))
+    else:
+        like = pixels_outline(images.shape, wide) if by_segments else outline([pixels_size(images.shape, wide)])
+    return p.buffer(f"d_{name}", like, wide, 0 if cleared and not by_segments else None)
+
+
+def round_gradient(p: Pass, name: str, images: Tensor, sums: str, layout: Layout) -> str:
+    """The slot of the gradient with the layout and the dtype of the images."""
+    if layout != "padded" and images.dtype == p.accumulator:
+        return sums
+    gradient = outline(images.shape, memory_format=memory_format(images, True))
+    found = p.buffer(f"d_{name}", gradient, images.dtype)
+    if layout == "padded":
+        into_planes(p, sums, found, images.shape)
+    else:
+        add_finish(p, sums, gradient, found, gradient)
+    return found

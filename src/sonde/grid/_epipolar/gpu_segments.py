@@ -33,13 +33,24 @@ WORKSPACE = 1 << 26  # bytes that the workspace may always take; more only if th
 OPERANDS = ("samples", "coef", "rows", "depths")
 
 
-def add_images_gradient(p: Pass, n: Problem, slots: Mapping[str, str | None], out: str, writes: Sequence[str]) -> None:
-    """Steps that write every element of ∂T/∂images into `out` ``[B, C, H, W]``, a chunk of the batch at a time."""
-    chunk = batch_chunk(n)
+def add_images_gradient(
+    p: Pass, n: Problem, slots: Mapping[str, str | None], out: str, writes: Sequence[str], *, views: int = 1,
+    more: Mapping[str, str | None] | None = None,
+) -> None:  # fmt: skip
+    """Steps that write every element of ∂T/∂images into `out` ``[B, C, H, W]``, a chunk of the batch at a time.
+
+    So many `views` in a row share their rows. `more` are the coef and rows of a second form, of as many heads and without an
+    encoding, whose gradient is added.
+    """
+    chunk = -(-batch_chunk(n) // views) * views
+    given = {name: slots[name] for name in OPERANDS if slots.get(name)} | {f"{name}_2": slot for name, slot in (more or {}).items()}
     for b in range(0, n.B, chunk):
-        given = {name: slots[name] for name in OPERANDS if slots.get(name)}
-        rows = {name: p.rows(slot, b, b + chunk) for name, slot in dict(given, out=out).items() if slot is not None}
-        _add_chunk(p, n._replace(B=min(chunk, n.B - b)), rows, writes if b + chunk >= n.B else ())
+        parts = {}
+        for name, slot in dict(given, out=out).items():
+            shared = views if name.startswith("rows") else 1
+            assert slot is not None
+            parts[name] = p.rows(slot, b // shared, (b + chunk) // shared)
+        _add_chunk(p, n._replace(B=min(chunk, n.B - b)), parts, writes if b + chunk >= n.B else (), views)
 
 
 def batch_chunk(n: Problem) -> int:
@@ -57,7 +68,7 @@ def _tile(n: Problem) -> int:
     return min(TILES, cdiv(n.C, BLOCK_C)) * BLOCK_C
 
 
-def _add_chunk(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[str]) -> None:
+def _add_chunk(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[str], views: int) -> None:
     B, H, W, Q, D, C = n[:6]
     N, last = B * Q * D, _cells(n)
     if not N or not B * C * H * W:
@@ -76,9 +87,10 @@ def _add_chunk(p: Pass, n: Problem, slots: Mapping[str, str], writes: Sequence[s
     sums = p.buffer("sums", [P, 4, tile], n.wide)
     shape, strides = (B, H, W, C), (H * W * n.d_stride, W * n.d_stride, n.d_stride, 1)
     pixels = p.view("pixels", slots["out"], lambda t: t.as_strided(shape, strides))
-    operands = [*(slots.get(name) for name in OPERANDS), segments.order, segments.first, segments.begin, sums]
+    taken = [slots.get(name) for name in (*OPERANDS, "coef_2", "rows_2")]
+    operands = [*taken, segments.order, segments.first, segments.begin, sums]
     for c0 in range(0, C, tile):
-        constants = (C, c0, n.heads, n.octaves, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
+        constants = (C, c0, n.heads, n.octaves, views, acc, BLOCK_N, BLOCK_C, tile // BLOCK_C)
         p.start(_sample_sums, operands, Launch((P, 1, 1), (H, W, Q, D, last), constants, 1), promise=same)
         outline = torch.empty_strided(shape, strides, device="meta")
         add_pixel_sums(p, sums, tile, n.wide, segments, pixels, outline, 2, c0, writes if c0 + tile >= C else ())
@@ -107,8 +119,10 @@ def _sample_keys(
 def _sample_sums(
     samples,  # [B, Q, D, 2]
     coef,  # [B, h, Q, D]
-    rows,  # [B, h, Q, C − 2·OCTAVES]
+    rows,  # [B / VIEWS, h, Q, C − 2·OCTAVES]
     depths,  # [B, Q, D]
+    coef_2,  # of a second form, without an encoding; or None
+    rows_2,
     order,  # [N], sample indices
     first,  # [P + 1]
     begin,  # [cells + 1]
@@ -122,6 +136,7 @@ def _sample_sums(
     C0: tl.constexpr,  # the first channel
     HEADS: tl.constexpr,
     OCTAVES: tl.constexpr,
+    VIEWS: tl.constexpr,  # images in a row that share their rows
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -141,11 +156,16 @@ def _sample_sums(
             _live, _y0, _x0, fy, fx = locate(y, x, H, W, tl.int32)
             query, d = sample // D, sample % D
             hq = query // Q * (HEADS * Q) + query % Q
+            row = query // (Q * VIEWS) * (HEADS * Q) + query % Q
             w = ()
             w_all = tl.zeros([BLOCK_N, 1], ACC)
             for h in tl.static_range(HEADS):
                 w = w + (tl.load(coef + (hq + h * Q) * D + d, mask=in_i, other=0).to(ACC),)
                 w_all += w[h]
+            if coef_2 is not None:
+                w_2 = ()
+                for h in tl.static_range(HEADS):
+                    w_2 = w_2 + (tl.load(coef_2 + (hq + h * Q) * D + d, mask=in_i, other=0).to(ACC),)
             if OCTAVES > 0:
                 depth = tl.load(depths + sample, mask=in_i, other=0).to(ACC)
             updated = ()
@@ -153,7 +173,10 @@ def _sample_sums(
                 c = C0 + t * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
                 a = tl.zeros([BLOCK_N, BLOCK_C], ACC)
                 for h in tl.static_range(HEADS):
-                    a += w[h] * tl.load(rows + (hq + h * Q) * ROW_C + c, mask=in_i & (c < ROW_C), other=0).to(ACC)
+                    a += w[h] * tl.load(rows + (row + h * Q) * ROW_C + c, mask=in_i & (c < ROW_C), other=0).to(ACC)
+                if coef_2 is not None:
+                    for h in tl.static_range(HEADS):
+                        a += w_2[h] * tl.load(rows_2 + (row + h * Q) * ROW_C + c, mask=in_i & (c < ROW_C), other=0).to(ACC)
                 if OCTAVES > 0 and C0 + (t + 1) * BLOCK_C > ROW_C:
                     turns, _power = octave(depth, tl.maximum(c - ROW_C, 0) // 2)
                     a = tl.where(c < ROW_C, a, w_all * wave(turns, (c - ROW_C) % 2 == 1))

@@ -42,12 +42,16 @@ def dots(images: Tensor, samples: Tensor, rows: Tensor, depths: Tensor | None, o
 
     This is ∂T/∂coef for the form T in ``gpu.py``.
     """
-    values, live = taps(images, samples, dtype)  # [B, C, Q, D], [B, Q, D]
+    return dots_of(*taps(images, samples, dtype), rows, depths, octaves)
+
+
+def dots_of(values: Tensor, live: Tensor, rows: Tensor, depths: Tensor | None, octaves: int) -> Tensor:
+    """The same of samples that were taken: values ``[B, C, Q, D]`` and which of them see the image."""
     plain, encoded = values.split([rows.shape[3], 2 * octaves], 1)
-    out = (rows.to(dtype).transpose(2, 3)[..., None] * plain[:, None]).sum(2)  # [B, h, Q, D]
+    out = (rows.to(values.dtype).transpose(2, 3)[..., None] * plain[:, None]).sum(2)  # [B, h, Q, D]
     if octaves:
         assert depths is not None
-        waves = encoding(torch.where(live, depths.to(dtype), 0), octaves)  # [B, 2·octaves, Q, D]
+        waves = encoding(torch.where(live, depths.to(values.dtype), 0), octaves)  # [B, 2·octaves, Q, D]
         out = out + (waves * encoded).sum(1)[:, None]
     return torch.where(live[:, None], out, 0)
 

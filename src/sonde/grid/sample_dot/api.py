@@ -8,21 +8,16 @@ from torch import Tensor
 from ...op import checks
 from ...op.plan import Impl
 from ...op.register import operator
+from .._epipolar.checks import check_encoding
 from . import reference
 
 
 def _shapes(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor | None, num_octaves: int) -> dict[str, int]:
     operands = dict(images=(images, "B C H W"), samples=(samples, "B Q D 2"), queries=(queries, "B h Q C'"))
-    if checks.count("sample_dot", "num_octaves", num_octaves) and depths is None:
-        raise ValueError(f"sample_dot: depths must be [B, Q, D] where num_octaves > 0 (got {num_octaves}); got None")
     if depths is not None:
         operands["depths"] = (depths, "B Q D")
     n = checks.shapes("sample_dot", **operands)
-    if n["C'"] + 2 * num_octaves != n["C"]:
-        raise ValueError(
-            f"sample_dot: queries must have C - 2*num_octaves = {n['C']} - {2 * num_octaves} = {n['C'] - 2 * num_octaves} "
-            f"channels (C from images); got {list(queries.shape)}"
-        )
+    check_encoding("sample_dot", n, queries, depths, num_octaves)
     return n
 
 

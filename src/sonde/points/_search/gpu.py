@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...jit.launch import halves
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
 from . import gpu_ball as balls
 from . import gpu_nearest as neighbours
 from . import gpu_pairs as pairs
-from .gpu_walk import MOST_F, halves, nodes_of
+from .gpu_walk import MOST_F, nodes_of
 
 FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
 Given = Mapping[str, Any]

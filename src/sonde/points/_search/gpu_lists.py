@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ... import jit
-from ...jit.launch import cdiv
-from .gpu_walk import Config, is_near, lowest, meet, near_points, next_leaf, number, query_tile, start_walk
+from ...jit.launch import cdiv, number
+from .gpu_walk import Config, is_near, lowest, meet, near_points, next_leaf, query_tile, start_walk
 from .index.gpu_kernels import LEAF
 
 

@@ -13,14 +13,13 @@ Each kernel advances its pointers to its batch row itself: Triton 3.6 cannot ret
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...jit.launch import power_of_2
+from ...jit.launch import number, power_of_2
 from .index.gpu_kernels import FLAT, LEAF, code_at, code_of, coordinates, finite, get_box, segment_of
 
 NONE = tl.constexpr(0x7FFFFFFF)  # no point
@@ -43,18 +42,6 @@ def block_of(F: int) -> int:
 def nodes_of(boxes: Tensor | None) -> int:
     """The number of boxes per batch row; 0 to search without boxes."""
     return 0 if boxes is None else boxes.shape[1]
-
-
-def halves(x: float) -> tuple[int, int]:
-    """A float64 as two integers, which a kernel takes without losing bits and without recompilation; see :func:`number`."""
-    low, high = struct.unpack("<ii", struct.pack("<d", x))
-    return high, low
-
-
-@triton.jit
-def number(HIGH, LOW):
-    bits = (HIGH.to(tl.int64) << 32) | (LOW.to(tl.int64) & 0xFFFFFFFF)
-    return bits.to(tl.float64, bitcast=True)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...jit import Unsupported
+from ...jit.launch import halves
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from ...op.plan import Kernel
@@ -20,7 +21,7 @@ from .._search import gpu_lists as lists
 from .._search import gpu_pairs as pairs
 from .._search.arguments import named
 from .._search.gpu import Sides
-from .._search.gpu_walk import halves, nodes_of
+from .._search.gpu_walk import nodes_of
 from .._search.reference import root
 
 

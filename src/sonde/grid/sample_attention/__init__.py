@@ -1,0 +1,3 @@
+from .api import sample_attention
+
+__all__ = ["sample_attention"]
