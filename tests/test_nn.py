@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import plain
 import sonde.nn
+from helpers.refusals import assert_refused
 from sonde.compat import sparsedrive
 from sonde.nn import deformable_attention, sparse_boxes
 
@@ -46,21 +46,6 @@ def assert_same(layer: nn.Module, twin: nn.Module, inputs: list[Tensor], call, c
     for name, want in found[1].items():
         torch.testing.assert_close(found[0][name], want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
         assert want.abs().max() > 1e-6, f"{name} is tested by zeros"
-
-
-class Nothing(TorchDispatchMode):
-    """Nothing is computed."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} was called before all arguments were checked")
-
-
-def assert_refused(error: type, text: str, function, *args, **options) -> None:
-    """In words that say what came, before anything is computed."""
-    with Nothing(), pytest.raises(error) as found:
-        function(*args, **options)
-    assert text in str(found.value)
-    assert "; got " in str(found.value)
 
 
 # ---- GridSample ---------------------------------------------------------------------------------------------------------
