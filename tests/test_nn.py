@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import plain
 import sonde.nn
+from helpers.devices import OneDevice
 from helpers.refusals import assert_refused
 from sonde.compat import sparsedrive
 from sonde.nn import deformable_attention, sparse_boxes
@@ -608,21 +608,8 @@ def test_layers_are_shown_with_their_sizes():
 # ---- devices ------------------------------------------------------------------------------------------------------------
 
 
-class OneDevice(TorchFunctionMode):
-    """Nothing has a tensor elsewhere in hand, or makes one of the host's numbers: such a copy would wait for the device."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.tensor, torch.as_tensor, Tensor.new_tensor), f"{function} of {args}"
-        out = function(*args, **(kwargs or {}))
-        devices = {x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}
-        assert devices <= {"meta"}, f"{function} has tensors on {devices}"
-        return out
-
-
 @pytest.mark.parametrize("tensors", [False, True], ids=["integers", "tensors"])
 def test_layers_copy_nothing_from_the_host(tensors, monkeypatch):
-    """The meta device stands for a GPU: its tensors cannot be read, and what comes from the CPU is seen."""
-
     def on_meta(tree):
         return tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)
 

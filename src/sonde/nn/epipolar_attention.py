@@ -83,12 +83,12 @@ class EpipolarAttention(nn.Module):
             for x in (near, far)
         )
         points = pixel_centres(H, W, dtype=dtype, device=features.device).expand(B * V, -1, -1)
-        cameras = (x.flatten(0, 1) for x in (intrinsics, extrinsics))
-        others = (_others(x).flatten(0, 1) for x in (intrinsics, extrinsics))
-        samples, depths, mask = epipolar_samples(points, *cameras, *others, near, far, self.num_samples)
+        K, camera = intrinsics.flatten(0, 1), extrinsics.flatten(0, 1)
+        source_K, source = _others(intrinsics).flatten(0, 1), _others(extrinsics).flatten(0, 1)
+        samples, depths, mask = epipolar_samples(points, K, camera, source_K, source, near, far, self.num_samples)
         images = features
         if self.num_octaves:
-            depths = relative_disparity(depths, *(x[:, None, None, None] for x in (near, far)))
+            depths = relative_disparity(depths, near[:, None, None, None], far[:, None, None, None])
             channels = self.depth_encoding(features.flatten(0, 1)).unflatten(0, (B, V))
             images = torch.cat([features, channels.to(features.dtype)], 2)
         seen = sample_attention(
@@ -104,13 +104,13 @@ class EpipolarAttention(nn.Module):
 
     def _queries(self, tokens: Tensor) -> Tensor:
         """``[B·V, Q, dim]`` → ``[B·V, h, Q, dim]``: what each head looks for, in the channels of the features."""
-        keys, _ = self.to_kv.weight.unflatten(0, (2, self.heads, self.d_head))
+        keys, _ = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         rows = self.to_q(tokens).unflatten(-1, (self.heads, self.d_head)).transpose(1, 2)
         return torch.matmul(rows, keys)
 
     def _results(self, seen: Tensor) -> Tensor:
         """What each head saw, ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
-        _, values = self.to_kv.weight.unflatten(0, (2, self.heads, self.d_head))
+        _, values = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         heads = torch.matmul(seen, values.transpose(1, 2))
         out: Tensor = self.to_out(heads.transpose(1, 2).flatten(2))
         return out

@@ -41,7 +41,7 @@ def pixel_centres(height: int, width: int, *, dtype: torch.dtype | None = None, 
     """
     checks.counts("pixel_centres", height=height, width=width)
     y, x = ((2 * torch.arange(size, dtype=dtype, device=device) + 1) / size - 1 for size in (height, width))
-    return torch.stack(torch.broadcast_tensors(x, y[:, None]), -1).flatten(0, 1)
+    return torch.stack([x.expand(height, -1), y[:, None].expand(-1, width)], -1).flatten(0, 1)
 
 
 def relative_disparity(depths: Tensor, near: Tensor | float, far: Tensor | float) -> Tensor:
@@ -124,16 +124,11 @@ def epipolar_samples(
     dtype = torch.float32
     for x in (points, intrinsics, extrinsics, source_intrinsics, source_extrinsics, near, far):
         dtype = torch.promote_types(dtype, x.dtype) if isinstance(x, Tensor) else dtype
-    return _samples(
-        points.to(dtype),
-        *(x.to(dtype)[:, None] for x in (intrinsics, extrinsics)),
-        *(x.to(dtype) for x in (source_intrinsics, source_extrinsics)),
-        *(
-            x.to(dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else points.new_full((1, 1, 1), x, dtype=dtype)
-            for x in (near, far)
-        ),
-        num_samples,
+    nearest, farthest = (
+        x.to(dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else points.new_full((1, 1, 1), x, dtype=dtype) for x in (near, far)
     )
+    K, camera, source_K, source = (x.to(dtype) for x in (intrinsics, extrinsics, source_intrinsics, source_extrinsics))
+    return _samples(points.to(dtype), K[:, None], camera[:, None], source_K, source, nearest, farthest, num_samples)
 
 
 def check_depth_range(name: str, near: Any, far: Any, pattern: str, sizes: dict[str, int], device: torch.device) -> None:
