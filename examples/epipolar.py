@@ -75,7 +75,7 @@ def render(height: int, width: int, num_samples: int) -> Views:
     rays = places @ torch.linalg.inv(intrinsics).mT @ poses[:, :3, :3].mT  # z = 1 in the camera
     centres = poses[:, None, :3, 3]
     low, high = torch.full(points.shape[:2], NEAR), torch.full(points.shape[:2], FAR)
-    for _ in range(40):  # bisection: the ray begins before the surface and ends behind it
+    for _ in range(24):  # bisection: the ray begins before the surface and ends behind it
         depths = (low + high) / 2
         at = centres + depths[..., None] * rays
         before = at[..., 2] < 3 + 0.35 * relief(at[..., :2])[..., 0].clamp(-3, 3)
@@ -184,7 +184,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
         (first, 0, "View 1: three pixels of a row"),
         (second, 1, "View 2: their epipolar lines, by attention"),
     ):
-        axes.imshow(views.colours[view].permute(1, 2, 0).clamp(0, 1), interpolation="nearest", alpha=0.75)
+        axes.imshow(views.colours[view].permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest", alpha=0.75)
         axes.set_title(title, loc="left")
     first.axhline(row, color="white", linewidth=0.8)
     for q, colour in zip(chosen, (ORANGE, BLUE, INK)):
@@ -203,7 +203,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
         (found, torch.where(seen, best, torch.nan), f"Depth of the largest weight, {peaks:.0%} right"),
     ):
         shades = dict(vmin=truth.min(), vmax=truth.max(), cmap="viridis_r", interpolation="nearest")
-        image = axes.imshow(values.view(height, width), **shades)
+        image = axes.imshow(values.view(height, width).numpy(), **shades)
         axes.set_title(title, loc="left")
     figure.colorbar(image, ax=[true, found], shrink=0.8)
 
@@ -231,7 +231,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--steps", type=int, default=300)
     options.add_argument("--height", type=int, default=48)
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--samples", type=int, default=32, help="along each epipolar line")
