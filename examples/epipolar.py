@@ -190,7 +190,14 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
     for q, colour in zip(chosen, (ORANGE, BLUE, INK)):
         first.plot(q % width, q // width, "o", color=colour, markeredgecolor="white", markersize=8)
         x, y = ((samples[q, :, i] + 1) * size / 2 - 0.5 for i, size in ((0, width), (1, height)))
-        second.scatter(x, y, s=4 + 120 * weights[q] / weights[q].max(), color=colour, edgecolors="white", linewidths=0.4)
+        second.scatter(
+            x.numpy(),
+            y.numpy(),
+            s=(4 + 120 * weights[q] / weights[q].max()).numpy(),
+            color=colour,
+            edgecolors="white",
+            linewidths=0.4,
+        )
         curves.plot(depths[q], weights[q], ".-", color=colour)
         curves.axvline(truth[q], color=colour, linestyle="--", linewidth=1)
     curves.set_title("Attention by depth; dashed: the true depth", loc="left")

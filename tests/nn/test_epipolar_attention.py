@@ -28,22 +28,24 @@ class Twin(nn.Module):
         if num_octaves:
             self.depth_encoding = nn.Conv2d(dim, 2 * num_octaves, 1)
 
-    def forward(self, features: Tensor, intrinsics: Tensor, extrinsics: Tensor, near, far) -> Tensor:
-        B, V, *_ = features.shape
-        near, far = (torch.as_tensor(x, dtype=features.dtype).expand(B, V) for x in (near, far))
-        return torch.stack([self.of_view(v, features, intrinsics, extrinsics, near[:, v], far[:, v]) for v in range(V)], 1)
+    def forward(self, features: Tensor, intrinsics: Tensor, extrinsics: Tensor, near, far, sources=None) -> Tensor:
+        sources = features if sources is None else sources
+        views = range(features.shape[1])
+        return torch.stack(
+            [self.of_view(v, features[:, v], sources, intrinsics, extrinsics, near[:, v], far[:, v]) for v in views], 1
+        )
 
-    def of_view(self, v: int, features: Tensor, intrinsics: Tensor, extrinsics: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    def of_view(self, v: int, features: Tensor, sources: Tensor, intrinsics, extrinsics, near: Tensor, far: Tensor) -> Tensor:
         heads, d_head, D, octaves = self.sizes
-        B, V, _, H, W = features.shape
+        B, _, H, W = features.shape
         points = sonde.nn.pixel_centres(H, W, dtype=features.dtype).expand(B, -1, -1)
         keys, values, encoded, masks = [], [], [], []
-        for other in range(V):
+        for other in range(sources.shape[1]):
             if other == v:
                 continue
             cameras = intrinsics[:, v], extrinsics[:, v], intrinsics[:, other, None], extrinsics[:, other, None]
             samples, depths, mask = (x[:, 0] for x in sonde.nn.epipolar_samples(points, *cameras, near, far, D))
-            seen = F.grid_sample(features[:, other], samples, align_corners=False).permute(0, 2, 3, 1)  # [B, Q, D, C]
+            seen = F.grid_sample(sources[:, other], samples, align_corners=False).permute(0, 2, 3, 1)  # [B, Q, D, C]
             key, value = self.to_kv(seen).unflatten(-1, (2, heads, d_head)).unbind(-3)
             keys.append(key)
             values.append(value)
@@ -51,13 +53,13 @@ class Twin(nn.Module):
             bias = torch.zeros_like(depths)
             if octaves:
                 t = (1 / near[:, None, None] - 1 / depths) / (1 / near - 1 / far)[:, None, None]
-                channels = F.grid_sample(self.depth_encoding(features[:, other]), samples, align_corners=False)
+                channels = F.grid_sample(self.depth_encoding(sources[:, other]), samples, align_corners=False)
                 for octave in range(octaves):
                     phase = 2 * math.pi * 2**octave * t
                     bias = bias + channels[:, 2 * octave] * phase.sin() + channels[:, 2 * octave + 1] * phase.cos()
             encoded.append(bias)
         key, value, bias, mask = (torch.cat(x, 2) for x in (keys, values, encoded, masks))
-        query = self.to_q(features[:, v].flatten(2).transpose(1, 2)).unflatten(-1, (heads, d_head))
+        query = self.to_q(features.flatten(2).transpose(1, 2)).unflatten(-1, (heads, d_head))
         logits = (torch.einsum("bqhc,bqdhc->bqhd", query, key) + bias[:, :, None]) / d_head**0.5
         weights = logits.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).nan_to_num(0)
         out = self.to_out(torch.einsum("bqhd,bqdhc->bqhc", weights, value).flatten(2))
@@ -95,13 +97,17 @@ def filled(layer: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("views", [2, 3])
 @pytest.mark.parametrize("num_octaves", [0, 2])
-def test_equals_twin(views, num_octaves):
+@pytest.mark.parametrize("sources", [False, True], ids=["", "sources"])
+def test_equals_twin(views, num_octaves, sources):
     """Values and the gradients of features, cameras, depth range and all parameters."""
     layer = filled(attention(num_octaves=num_octaves))
     twin = attention(Twin, num_octaves=num_octaves).double()
     twin.load_state_dict(layer.state_dict(), strict=True)
     near = torch.rand(B, views, dtype=torch.float64) + 0.5
-    given = [x.requires_grad_() for x in (*inputs(views), near, near.detach() + 20)]
+    given = [*inputs(views), near, near + 20]
+    if sources:
+        given.append(torch.randn(B, views, DIM, 7, 3, dtype=torch.float64))
+    given = [x.requires_grad_() for x in given]
     found = []
     for module in (layer, twin):
         out = module(*given)
@@ -216,6 +222,8 @@ REFUSED = {
         ValueError,
         "intrinsics must be [B, V, 3, 3]",
     ),
+    "sources_list": (dict(sources=[1.0]), TypeError, "sources must be a tensor [B, V, 12, H', W']"),
+    "sources_views": (dict(sources=torch.zeros(2, 2, 12, 4, 5)), ValueError, "sources must be [B, V, 12, H', W'] with B=2"),
     "poses": (dict(extrinsics=torch.zeros(2, 2, 4, 4)), ValueError, "extrinsics must be [B, V, 4, 4] with B=2"),
     "device": (dict(extrinsics=torch.zeros(2, 3, 4, 4, device="meta")), ValueError, "extrinsics must be on cpu"),
     "integers": (dict(intrinsics=torch.zeros(2, 3, 3, 3).long()), TypeError, "intrinsics must be float16"),

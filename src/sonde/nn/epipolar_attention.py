@@ -60,22 +60,31 @@ class EpipolarAttention(nn.Module):
             self.depth_encoding = nn.Conv2d(dim, 2 * num_octaves, 1)
 
     def forward(
-        self, features: Tensor, intrinsics: Tensor, extrinsics: Tensor, near: Tensor | float, far: Tensor | float
+        self,
+        features: Tensor,
+        intrinsics: Tensor,
+        extrinsics: Tensor,
+        near: Tensor | float,
+        far: Tensor | float,
+        sources: Tensor | None = None,
     ) -> Tensor:
         """Attend from every pixel of each view to all other views.
 
         Args:
-            features: ``[B, V, dim, H, W]``, at least two views.
+            features: What queries are made of, ``[B, V, dim, H, W]``, at least two views.
             intrinsics: Camera coordinates (z forward, y down) to [0, 1] × [0, 1] of the image, ``[B, V, 3, 3]``.
             extrinsics: Camera coordinates to the world, ``[B, V, 4, 4]``; :func:`epipolar_samples` says more.
             near: The nearest depth, a number or ``[B, V]``; > 0.
             far: The farthest, finite and no less than `near`.
+            sources: What is sampled, ``[B, V, dim, H', W']``; `features` unless given. pixelSplat's queries are normalised and
+                go through several layers, its sources are not and do not.
 
         Returns:
             ``[B, V, dim, H, W]``, without the features themselves: add them if you want a residual. A pixel of whose ray no
             other view sees anything has the bias of the last projection.
         """
-        n = self._check(features, intrinsics, extrinsics, near, far)
+        sources = features if sources is None else sources
+        n = self._check(features, intrinsics, extrinsics, near, far, sources)
         B, V, H, W = (n[letter] for letter in "BVHW")
         dtype = torch.promote_types(torch.float32, torch.promote_types(intrinsics.dtype, extrinsics.dtype))
         near, far = (
@@ -86,13 +95,12 @@ class EpipolarAttention(nn.Module):
         K, camera = intrinsics.flatten(0, 1), extrinsics.flatten(0, 1)
         source_K, source = _others(intrinsics).flatten(0, 1), _others(extrinsics).flatten(0, 1)
         samples, depths, mask = epipolar_samples(points, K, camera, source_K, source, near, far, self.num_samples)
-        images = features
         if self.num_octaves:
             depths = relative_disparity(depths, near[:, None, None, None], far[:, None, None, None])
-            channels = self.depth_encoding(features.flatten(0, 1)).unflatten(0, (B, V))
-            images = torch.cat([features, channels.to(features.dtype)], 2)
+            channels = self.depth_encoding(sources.flatten(0, 1)).unflatten(0, (B, V))
+            sources = torch.cat([sources, channels.to(sources.dtype)], 2)
         seen = sample_attention(
-            _others(images).flatten(0, 1),
+            _others(sources).flatten(0, 1),
             samples,
             self._queries(features.flatten(3).transpose(2, 3).flatten(0, 1)),
             depths if self.num_octaves else None,
@@ -115,10 +123,11 @@ class EpipolarAttention(nn.Module):
         out: Tensor = self.to_out(heads.transpose(1, 2).flatten(2))
         return out
 
-    def _check(self, features: Any, intrinsics: Any, extrinsics: Any, near: Any, far: Any) -> dict[str, int]:
+    def _check(self, features: Any, intrinsics: Any, extrinsics: Any, near: Any, far: Any, sources: Any) -> dict[str, int]:
         """Check arguments, not parameters: hooks may still move or cast parameters before they are used."""
         operands = dict(features=(features, f"B V {self.dim} H W"), intrinsics=(intrinsics, "B V 3 3"))
-        n = checks.shapes(NAME, **operands, extrinsics=(extrinsics, "B V 4 4"))
+        operands |= dict(extrinsics=(extrinsics, "B V 4 4"), sources=(sources, f"B V {self.dim} H' W'"))
+        n = checks.shapes(NAME, **operands)
         if n["V"] < 2:
             raise ValueError(f"{NAME}: features must have at least 2 views, since each attends to the others; got {n['V']}")
         check_depth_range(NAME, near, far, "B V", n, features.device)
