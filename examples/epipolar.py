@@ -212,7 +212,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
         shades = dict(vmin=truth.min(), vmax=truth.max(), cmap="viridis_r", interpolation="nearest")
         image = axes.imshow(values.view(height, width).numpy(), **shades)
         axes.set_title(title, loc="left")
-    figure.colorbar(image, ax=[true, found], shrink=0.8)
+    figure.colorbar(image, ax=found, shrink=0.7, pad=0.02)
 
     of_row = slice(row * width, (row + 1) * width)
     lines = torch.linspace(1 / NEAR, 1 / FAR, 200)[:, None, None]  # of the picture, evenly in 1/depth
