@@ -201,8 +201,8 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
             edgecolors="white",
             linewidths=0.4,
         )
-        curves.plot(depths[q], weights[q], ".-", color=colour)
-        curves.axvline(truth[q], color=colour, linestyle="--", linewidth=1)
+        curves.plot(depths[q].numpy(), weights[q].numpy(), ".-", color=colour)
+        curves.axvline(truth[q].item(), color=colour, linestyle="--", linewidth=1)
     curves.set_title("Attention by depth; dashed: the true depth", loc="left")
     curves.set_xlabel("depth")
     curves.set_xlim(NEAR, FAR)
@@ -212,7 +212,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
         (true, truth, "True depth"),
         (found, torch.where(seen, best, torch.nan), f"Depth of the largest weight, {peaks:.0%} right"),
     ):
-        shades = dict(vmin=truth.min(), vmax=truth.max(), cmap="viridis_r", interpolation="nearest")
+        shades = dict(vmin=truth.min().item(), vmax=truth.max().item(), cmap="viridis_r", interpolation="nearest")
         image = axes.imshow(values.view(height, width).numpy(), **shades)
         axes.set_title(title, loc="left")
     figure.colorbar(image, ax=found, shrink=0.7, pad=0.02)
@@ -225,9 +225,14 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
     along.set_facecolor(PALE)
     across = (-0.5, width - 0.5, 1 / FAR, 1 / NEAR)
     along.imshow(
-        torch.where(sampled, shade, torch.nan), cmap="Greys", vmin=0, extent=across, aspect="auto", interpolation="nearest"
+        torch.where(sampled, shade, torch.nan).numpy(),
+        cmap="Greys",
+        vmin=0,
+        extent=across,
+        aspect="auto",
+        interpolation="nearest",
     )
-    along.plot(range(width), 1 / truth[of_row], color=ORANGE, linewidth=1.5, label="true depth")
+    along.plot(range(width), (1 / truth[of_row]).numpy(), color=ORANGE, linewidth=1.5, label="true depth")
     along.set_title("Attention of the row's pixels, by depth", loc="left")
     along.set_xlabel("column of view 1")
     along.set_ylabel("depth")
