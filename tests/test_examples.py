@@ -34,3 +34,36 @@ def test_knn_projector(how, capsys):
     assert [name for name, *_ in table] == ["plain PyTorch", "sonde", "sonde, one graph by eager"]
     assert len({loss for *_, loss in table}) == 1
     assert "another machine, an A100" in said
+
+
+def epipolar(capsys, *options: str) -> tuple[list[float], list[tuple[int, int, int]]]:
+    """The losses and the difference to eager PyTorch; and how much attention is right, in percent, as training goes on."""
+    import_module("epipolar").main([*options, "--repeats", "1"])
+    said = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"^  (?:sonde|eager PyTorch) +([\d.]+) +[\d.]+ +[\d.]+$", said, re.MULTILINE)]
+    (off,) = re.findall(r"difference of loss and gradients: (\S+)", said)
+    return [*losses, float(off)], [
+        tuple(map(int, found)) for found in re.findall(r"in (\d+)% of the pixels, (\d+)% of it is there \((\d+)% by", said)
+    ]
+
+
+def test_epipolar(capsys, tmp_path):
+    """It agrees with plain PyTorch, trains, and draws what it has learnt."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "matcher.svg"
+    small = ["--height", "12", "--width", "16", "--samples", "8", "--channels", "8", "--steps", "5", "--picture", str(picture)]
+    (ours, eager, off), learnt = epipolar(capsys, *small)
+    assert ours == pytest.approx(eager, abs=1e-5)
+    assert off < 1e-5
+    assert len(learnt) == 6
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_epipolar_learns_depth(capsys):
+    """At the true depth are the peaks of most pixels, and most of the attention, which was spread evenly at first."""
+    _, learnt = epipolar(capsys, "--steps", "100")
+    (_, first, chance), (peaks, last, _) = learnt[0], learnt[-1]
+    assert first < 2 * chance
+    assert peaks > 85
+    assert last > 55

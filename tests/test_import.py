@@ -120,8 +120,8 @@ def test_kernels_load_on_first_use():
     assert python(code).split() == ["False", "True", "False"]
 
 
-PUBLIC = ("", ".compat", ".compat.mmcv", ".compat.physicsnemo", ".compat.sparsedrive", ".compat.torch", ".compat.transformers",
-          ".grid", ".jit", ".nn", ".points")  # fmt: skip
+PUBLIC = ("", ".compat", ".compat.fused_grid_ops", ".compat.mmcv", ".compat.physicsnemo", ".compat.sparsedrive", ".compat.torch",
+          ".compat.transformers", ".grid", ".jit", ".nn", ".points")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLIC)

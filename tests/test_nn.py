@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import plain
 import sonde.nn
+from helpers.devices import OneDevice
+from helpers.refusals import assert_refused
 from sonde.compat import sparsedrive
 from sonde.nn import deformable_attention, sparse_boxes
 
@@ -46,21 +46,6 @@ def assert_same(layer: nn.Module, twin: nn.Module, inputs: list[Tensor], call, c
     for name, want in found[1].items():
         torch.testing.assert_close(found[0][name], want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
         assert want.abs().max() > 1e-6, f"{name} is tested by zeros"
-
-
-class Nothing(TorchDispatchMode):
-    """Nothing is computed."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} was called before all arguments were checked")
-
-
-def assert_refused(error: type, text: str, function, *args, **options) -> None:
-    """In words that say what came, before anything is computed."""
-    with Nothing(), pytest.raises(error) as found:
-        function(*args, **options)
-    assert text in str(found.value)
-    assert "; got " in str(found.value)
 
 
 # ---- GridSample ---------------------------------------------------------------------------------------------------------
@@ -623,21 +608,8 @@ def test_layers_are_shown_with_their_sizes():
 # ---- devices ------------------------------------------------------------------------------------------------------------
 
 
-class OneDevice(TorchFunctionMode):
-    """Nothing has a tensor elsewhere in hand, or makes one of the host's numbers: such a copy would wait for the device."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.tensor, torch.as_tensor, Tensor.new_tensor), f"{function} of {args}"
-        out = function(*args, **(kwargs or {}))
-        devices = {x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}
-        assert devices <= {"meta"}, f"{function} has tensors on {devices}"
-        return out
-
-
 @pytest.mark.parametrize("tensors", [False, True], ids=["integers", "tensors"])
 def test_layers_copy_nothing_from_the_host(tensors, monkeypatch):
-    """The meta device stands for a GPU: its tensors cannot be read, and what comes from the CPU is seen."""
-
     def on_meta(tree):
         return tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)
 
