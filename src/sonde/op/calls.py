@@ -76,6 +76,10 @@ class PreparedCalls:
         call.guard = guard_of(args)
         self.latest.put(key[0], self.by_key.put(key, call))
 
+    def clear(self) -> None:
+        self.by_key.clear()
+        self.latest.clear()
+
 
 def is_observed() -> bool:
     """True if torch or ``explain`` must see this call as an operator."""

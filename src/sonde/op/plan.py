@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -68,9 +69,9 @@ class Kernel:
 
     name: str
     writes: tuple[str, ...]
-    accumulator: torch.dtype
+    accumulator: torch.dtype | None  # None: not known, of a function of the user's
     determinism: Determinism
-    workspace: int = 0  # bytes beyond inputs and results; of gradients of results that are laid out as these are
+    workspace: int | None = 0  # bytes beyond inputs and results, whose gradients are laid out as they are; None: not known
     phase: Literal["forward", "backward"] = "forward"
     config: str = ""  # the configuration that runs, where there are several
     origin: str = ""  # and where it comes from: tuned, shipped, default or fixed
@@ -94,8 +95,8 @@ class Plan:
 
     @property
     def workspace(self) -> int:
-        """The most bytes in use at one time beyond inputs and results."""
-        return max((k.workspace for k in self.kernels), default=0)
+        """The most bytes in use at one time beyond inputs and results, of those kernels that say it."""
+        return max((k.workspace or 0 for k in self.kernels), default=0)
 
     def __str__(self) -> str:
         head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace", "configuration", "from")
@@ -104,9 +105,9 @@ class Plan:
                 k.phase,
                 k.name,
                 ", ".join(k.writes) or "(layout)",
-                str(k.accumulator).removeprefix("torch."),
+                "not known" if k.accumulator is None else str(k.accumulator).removeprefix("torch."),
                 k.determinism.value,
-                f"{k.workspace:,} B",
+                "not known" if k.workspace is None else f"{k.workspace:,} B",
                 k.config,
                 k.origin,
             )
@@ -124,6 +125,16 @@ def recording() -> bool:
     return _plans.get() is not None
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What runs inside is no part of a plan."""
+    token = _plans.set(None)
+    try:
+        yield
+    finally:
+        _plans.reset(token)
+
+
 def record(name: str, impl: str, kernels: Sequence[Kernel]) -> None:
     """Note what a call would launch."""
     plans = _plans.get()
@@ -137,7 +148,7 @@ def hold(*tensors: Tensor | None, backward: bool = False) -> None:
     if plans:
         held = sum(t.nbytes for t in tensors if t is not None)
         more = {"forward": held, "backward": held if backward else 0}
-        kernels = tuple(replace(k, workspace=k.workspace + more[k.phase]) for k in plans[-1].kernels)
+        kernels = tuple(replace(k, workspace=(k.workspace or 0) + more[k.phase]) for k in plans[-1].kernels)
         plans[-1] = replace(plans[-1], kernels=kernels)
 
 
