@@ -143,7 +143,8 @@ class Operator:
         *args, needs, impl, fixed = frozen(arguments)
         found = iter(self.prepare(impl, args, fixed, needs)(*args))
         if not self.implementations.kernels(impl).own:  # such as a bias whose gradient is the result's
-            found = iter([x.clone() if is_one_of(x, args) else x for x in found])
+            given = [args[len(self.signature.graded) + i] for i, need in zip(self.signature.differentiable, needs) if need]
+            found = iter([as_promised(x, like, args) for x, like in zip(found, given)])
         out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
         return out[0] if len(out) == 1 else out
 
@@ -226,10 +227,15 @@ def operator(
     return Operator(signature, OfPackage(signature.name, package), reference, check, fake, folds)
 
 
-def is_one_of(x: Tensor, args: Sequence) -> bool:
-    """True if it is an argument, or begins where one does: torch's dispatcher wants results in memory of their own."""
-    start = x.data_ptr()
-    return x.numel() > 0 and any(isinstance(arg, Tensor) and arg.data_ptr() == start for arg in args)
+def as_promised(grad: Tensor, like: Tensor, args: Sequence) -> Tensor:
+    """A gradient as graphs expect it: contiguous, of the argument's dtype, and in memory of its own.
+
+    A user's kernel may return another, such as that of the result for a bias. Eager autograd takes it as it is.
+    """
+    found = grad.to(like.dtype).contiguous()
+    start = found.data_ptr()
+    shared = found.numel() > 0 and any(isinstance(arg, Tensor) and arg.data_ptr() == start for arg in args)
+    return found.clone() if shared else found
 
 
 def _run(op: Callable, function: Callable, args: Sequence):
