@@ -1,8 +1,8 @@
 """One pool of GPU memory for PyTorch and another library.
 
-A library that allocates for itself keeps what was freed, and the other cannot have it. With a shared pool CuPy's or RMM's arrays lie
-in blocks of PyTorch's caching allocator: what one frees the other may have, ``torch.cuda.memory_stats`` counts both, and neither asks
-the driver, which would wait for the device.
+A library that allocates for itself keeps what was freed, and the other cannot have it. With a shared pool, arrays of CuPy or RMM
+lie in blocks of PyTorch's caching allocator: what one frees the other may have, ``torch.cuda.memory_stats`` counts both, and
+neither asks the driver, which would wait for the device.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class OfRegistry:
         self.registry, self.about, self.lengths = registry, about, lengths
         self.flat = about.signature.flat(lengths)
 
-    def choose(self, impl: str, args: Sequence) -> str:
+    def choose(self, impl: str, args: Sequence[Any]) -> str:
         return self.registry.choose(impl, first_tensor(args), torch.are_deterministic_algorithms_enabled())
 
     def differentiates(self, impl: str) -> bool:
@@ -173,13 +173,13 @@ class OfFunctions:
     def __init__(self, each: Implementation, title: str, about: Parameters, flat: Signature, lengths: Lengths) -> None:
         self.each, self.title, self.about, self.flat, self.lengths = each, title, about, flat, lengths
 
-    def decide(self, args: Sequence, needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
+    def decide(self, args: Sequence[Any], needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
         arrange = self.about.arranging(self.lengths)
         if needs:
             return without_autocast(args[0].device.type, self._backward(arrange, needs, deterministic))
         return without_autocast(first_tensor(args).device.type, self._forward(args, arrange, deterministic))
 
-    def _forward(self, args: Sequence, arrange: Callable, deterministic: bool) -> Callable[..., Any]:
+    def _forward(self, args: Sequence[Any], arrange: Callable[..., Any], deterministic: bool) -> Callable[..., Any]:
         function = self.each.forward.load(self.title)
         how = _keywords(function, deterministic=deterministic)
         attached = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
@@ -195,7 +195,7 @@ class OfFunctions:
 
         return run
 
-    def _backward(self, arrange: Callable, needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
+    def _backward(self, arrange: Callable[..., Any], needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
         assert self.each.backward is not None
         function = self.each.backward.load(self.title)
         about, schema = self.flat, self.about.signature
@@ -210,7 +210,7 @@ class OfFunctions:
 
         return run
 
-    def plan(self, op: Any, args: Sequence, needs: Sequence[bool], deterministic: bool) -> list[plan.Kernel]:
+    def plan(self, op: Any, args: Sequence[Any], needs: Sequence[bool], deterministic: bool) -> list[plan.Kernel]:
         """Nobody but the function knows in what it accumulates and what it allocates."""
         results = getattr(self.about.result, "_fields", None) or [
             f"out{i or ''}" for i in range(self.about.signature.result.count("Tensor"))
@@ -227,7 +227,7 @@ class OfFunctions:
         return found
 
 
-def first_tensor(args: Sequence) -> Tensor:
+def first_tensor(args: Sequence[Any]) -> Tensor:
     """The one whose device decides; it is the first unless that may be absent."""
     return next(x for x in args if isinstance(x, Tensor))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ from .compare import difference
 from .subject import Subject
 from .values import NotApplicable, title
 
+cuda: Any = torch.cuda  # whose streams and events have no annotations
 
-def busy(stream: torch.cuda.Stream, tensor: Tensor, times: int = 40) -> torch.cuda.Event:
+
+def busy(stream: Any, tensor: Tensor, times: int = 40) -> Any:
     """Keep a stream at work for some tens of milliseconds; the event is recorded behind that."""
     with torch.cuda.stream(stream):
         for _ in range(times):
             tensor @ tensor
-        done = torch.cuda.Event()
+        done = cuda.Event()
         done.record(stream)
     return done
 
@@ -56,7 +59,7 @@ def streams(subject: Subject) -> Iterator[str]:
         raise NotApplicable("no argument is of floating point")
     work = torch.randn(6144, 6144, device=subject.device)
     late = {name: torch.zeros_like(x) for name, x in floats.items()}
-    side = torch.cuda.Stream(subject.device)
+    side = cuda.Stream(subject.device)
     with torch.no_grad():
         subject.run(subject.using(late))
         torch.cuda.synchronize(subject.device)
