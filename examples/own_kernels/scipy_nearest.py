@@ -8,7 +8,6 @@ The gradient of distances is written once, with the indices that the search has 
 from __future__ import annotations
 
 import torch
-from scipy.spatial import cKDTree
 from torch import Tensor
 
 import sonde
@@ -29,6 +28,8 @@ def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]: .
 
 @nearest.register("scipy", deterministic=True)
 def with_a_tree(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    from scipy.spatial import cKDTree  # where there is no SciPy, the others serve
+
     tree = cKDTree(points.double().numpy())
     distances, indices = tree.query(queries.double().numpy(), k=range(1, k + 1))
     wide = torch.promote_types(queries.dtype, points.dtype)

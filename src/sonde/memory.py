@@ -16,6 +16,8 @@ import torch
 
 __all__ = ["SharedPool", "share_pool"]
 
+_cuda: Any = torch.cuda  # whose streams have no annotations
+
 Library = Literal["cupy", "rmm"]
 
 
@@ -99,9 +101,9 @@ class _Blocks:
             block.record_stream(_stream(stream, device))
 
 
-def _stream(address: int, device: int) -> torch.cuda.Stream:
+def _stream(address: int, device: int) -> Any:
     """Another library's stream, as torch has it; 0 is the default one of both."""
-    return torch.cuda.ExternalStream(address, device=device) if address else torch.cuda.default_stream(device)
+    return _cuda.ExternalStream(address, device=device) if address else _cuda.default_stream(device)
 
 
 def _share_with_cupy(cupy: Any) -> Callable[[], None]:

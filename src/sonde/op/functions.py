@@ -176,26 +176,23 @@ class OfFunctions:
     def decide(self, args: Sequence[Any], needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
         arrange = self.about.arranging(self.lengths)
         if needs:
-            return without_autocast(args[0].device.type, self._backward(arrange, needs, deterministic))
+            return without_autocast(args[0].device.type, self._backward(args, arrange, needs, deterministic))
         return without_autocast(first_tensor(args).device.type, self._forward(args, arrange, deterministic))
 
     def _forward(self, args: Sequence[Any], arrange: Callable[..., Any], deterministic: bool) -> Callable[..., Any]:
         function = self.each.forward.load(self.title)
         how = _keywords(function, deterministic=deterministic)
-        attached = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+        given = detaching(args)
         check = _checked(f"{self.title}: impl={self.each.name!r}", self.about.signature.result.count("Tensor"))
 
         def run(*flat: Any) -> Any:
-            if attached:  # NumPy refuses these, even where autograd does not look
-                detached = list(flat)
-                for i in attached:
-                    detached[i] = flat[i].detach()
-                return check(function(*arrange(detached), **how))
-            return check(function(*arrange(flat), **how))
+            return check(function(*arrange(given(flat)), **how))
 
         return run
 
-    def _backward(self, arrange: Callable[..., Any], needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
+    def _backward(
+        self, args: Sequence[Any], arrange: Callable[..., Any], needs: Sequence[bool], deterministic: bool
+    ) -> Callable[..., Any]:
         assert self.each.backward is not None
         function = self.each.backward.load(self.title)
         about, schema = self.flat, self.about.signature
@@ -204,8 +201,10 @@ class OfFunctions:
         how = _keywords(function, needs=asked, deterministic=deterministic)
         collect = _gradients(f"{self.title}: the backward pass of impl={self.each.name!r}", self.about, self.lengths, needs)
 
+        given = detaching(args)
+
         def run(*args: Any) -> list[Tensor]:
-            args = tuple([x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args])
+            args = given(args)
             return collect(function(*args[:g], *arrange(args[g : g + n]), *args[g + n :], **how))
 
         return run
@@ -230,6 +229,19 @@ class OfFunctions:
 def first_tensor(args: Sequence[Any]) -> Tensor:
     """The one whose device decides; it is the first unless that may be absent."""
     return next(x for x in args if isinstance(x, Tensor))
+
+
+def detaching(args: Sequence[Any]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Takes tensors like these off the autograd graph: NumPy refuses those that are on it, even where autograd does not look."""
+    attached = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+
+    def detach(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        free = list(args)
+        for i in attached:
+            free[i] = args[i].detach()
+        return tuple(free)
+
+    return detach if attached else lambda args: args
 
 
 def without_autocast(device: str, function: Callable[..., Any]) -> Callable[..., Any]:
