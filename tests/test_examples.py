@@ -34,3 +34,15 @@ def test_knn_projector(how, capsys):
     assert [name for name, *_ in table] == ["plain PyTorch", "sonde", "sonde, one graph by eager"]
     assert len({loss for *_, loss in table}) == 1
     assert "another machine, an A100" in said
+
+
+def test_external_kernels(capsys):
+    """An operator makes one graph of several, and its own gradient is the reference's."""
+    pytest.importorskip("scipy")
+    import_module("external_kernels").main(["--points", "200", "--queries", "100", "--repeats", "1", "--device", "cpu"])
+    said = capsys.readouterr().out
+    before, after = (int(found) for found in re.findall(r"graphs: (\d+)", said))
+    assert before > after == 1
+    assert float(re.search(r"by (\S+) of its norm", said).group(1)) < 1e-5
+    assert "1. the library" in said
+    assert "A100" in said

@@ -122,7 +122,7 @@ def test_kernels_load_on_first_use():
 
 
 PUBLIC = ("", ".compat", ".compat.mmcv", ".compat.physicsnemo", ".compat.sparsedrive", ".compat.torch", ".compat.transformers",
-          ".grid", ".jit", ".nn", ".points")  # fmt: skip
+          ".grid", ".jit", ".memory", ".nn", ".points", ".testing")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from torch import Tensor
 import sonde
 from sonde.testing import CHECKS, check_operator
 
+ROOT = Path(__file__).parents[1]
 FRAME = ("compile", "export")  # seconds each; checked where they are the point
 number = count()
 
@@ -345,6 +351,21 @@ def test_lists_optional_tensors_and_several_results():
     x, y = torch.randn(2, 3, 4)
     report = check_operator(op, {"two": (2.0, [x, y]), "three": (2.0, [x, y, x], y)}, skip=["autocast", "aliasing"])
     assert "gradients" in report.checked["kernel"]
+
+
+def test_the_readme_s_kernel_in_a_project_of_its_own(tmp_path):
+    """At most fifteen lines, in a folder that knows nothing of this one but where Sonde is installed."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"<!-- own-kernel:begin -->\n```python\n(.*?)```", readme, re.S).group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    (tmp_path / "test_squash.py").write_text(code, encoding="utf-8")
+    installed = Path(sonde.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(installed), "PYTEST_ADDOPTS": "", "SONDE_CACHE_DIR": str(tmp_path / "cache")}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "test_squash.py"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "1 passed" in done.stdout
 
 
 def test_what_cannot_be_checked_is_refused():
