@@ -171,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"  with the gradient of the points, {some:,} queries: {both[0]:.2f} ms")
 
     print("3. with a gradient of its own")
+    print(f"  forward {timed(lambda: model(scipy_nearest.nearest, *given)):.2f} ms")
     print(f"  {some:,} queries: {both[1]:.2f} ms; differs from the reference's by {error:.1e} of its norm")
     queries = queries_before
     print(f"  all queries: {timed(lambda: trained(scipy_nearest.nearest)):.2f} ms")
@@ -184,6 +185,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     print("5. and for comparison, sonde's own search and sum in one operator")
     print(f"  forward {timed(lambda: sonde.knn_aggregate(queries, points, features, k, 0.1)):.2f} ms")
+
+    def trained_ours() -> None:
+        leaf = points.clone().requires_grad_()
+        sonde.knn_aggregate(queries, leaf, features, k, 0.1).square().mean().backward()
+
+    print(f"  with the gradient of the points {timed(trained_ours):.2f} ms")
 
 
 if __name__ == "__main__":

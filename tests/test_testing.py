@@ -232,6 +232,17 @@ def test_uninitialised_memory_is_found():
     said(made(unwritten), "uninitialised memory", "leaves some of it unwritten")
 
 
+def test_uninitialised_memory_of_numpy_is_found():
+    def unwritten(x, w, gain):
+        out = np.empty(x.shape[0], np.float32)
+        found = right(x, w, gain).float().numpy()
+        first = int(np.isnan(out).all())
+        out[first:] = found[first:]
+        return torch.from_numpy(out).to(x.dtype)
+
+    said(made(unwritten), "uninitialised memory", "leaves some of it unwritten")
+
+
 def test_a_write_outside_of_a_result_is_found():
     def beyond(x, w, gain):
         out = torch.empty(x.shape[:-1], dtype=x.dtype)

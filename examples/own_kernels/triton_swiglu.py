@@ -82,3 +82,10 @@ def _(grad, x, gate, *, needs):
     if grad.numel():
         backward(Problem(grad.numel()), grad, x, gate, d_x, d_gate)
     return d_x, d_gate
+
+
+def for_a_release() -> None:
+    """What ``sonde build --arch sm_90 --call own_kernels.triton_swiglu:for_a_release`` compiles ahead of time."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, gate = (torch.empty(1024, dtype=dtype, requires_grad=True) for _ in range(2))
+        swiglu(x, gate, impl="triton").sum().backward()

@@ -81,8 +81,10 @@ class Implementation:
             return f"needs {package}, which is not installed; install it or use impl='auto'"
         if device == "meta":
             return "needs tensors with memory, got meta tensors; use impl='auto'"
-        interpreted = self.name == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if self.devices is not None and device not in self.devices and not interpreted:
+        without = plan.only_compiled or os.environ.get("TRITON_INTERPRET") == "1"
+        if without and self.name == "triton" and device == "cpu":
+            return None
+        if self.devices is not None and device not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {device}; move them or use impl='auto'"
         return None
 
@@ -117,6 +119,10 @@ class Registry:
             raise ValueError(f"{self.title}: impl={impl!r} has no translation to ONNX; export with impl='auto'")
         if impl == "auto":
             for name, each in self.known.items():
+                if plan.only_compiled and name == "triton":
+                    return name
+                if name == "triton" and device == "cpu":  # it is interpreted for those who ask for it by name
+                    continue
                 if each.refusal(device) is None and (each.deterministic or not fixed):
                     return name
             return "reference"

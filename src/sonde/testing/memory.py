@@ -68,11 +68,12 @@ def span_of(t: Tensor) -> int:
 
 
 @contextmanager
-def poisoned(pad: int = PAD) -> Iterator[None]:
+def poisoned(pad: int = PAD, arrays: bool = False) -> Iterator[None]:
     """Uninitialised memory is NaN (or an absurd integer) and fenced: reading it shows in results, writing past it is an error.
 
-    It replaces the functions of torch, NumPy and CuPy that return uninitialised memory, as they are called from Python; NumPy's and
-    CuPy's memory is poisoned but not fenced.
+    It replaces torch's functions that return uninitialised memory, as they are called from Python; with `arrays` those of NumPy and
+    CuPy, too, whose memory is poisoned and not fenced. Numba knows NumPy's functions by identity, so with `arrays` nothing may be
+    left for it to compile.
     """
     fences: list[tuple[Tensor, int, Any]] = []
 
@@ -96,8 +97,8 @@ def poisoned(pad: int = PAD) -> Iterator[None]:
     owners: list[tuple[Any, str, Any]] = [(torch, n, fence) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n, fence) for n in ("new_empty", "new_empty_strided")]
     owners += [(torch_private, n, fence) for n in ("_empty_strided_cpu", "_empty_strided_cuda") if getattr(torch_private, n)]
-    arrays = [sys.modules[n] for n in ("numpy", "cupy") if n in sys.modules]
-    owners += [(library, n, spoil) for library in arrays for n in ("empty", "empty_like")]
+    libraries = [sys.modules[n] for n in ("numpy", "cupy") if arrays and n in sys.modules]
+    owners += [(library, n, spoil) for library in libraries for n in ("empty", "empty_like")]
     before = [(owner, n, bad, n in vars(owner), getattr(owner, n)) for owner, n, bad in owners]
     for owner, n, bad, _, real in before:
         setattr(owner, n, lambda *a, _bad=bad, _real=real, **k: _bad(_real(*a, **k)))

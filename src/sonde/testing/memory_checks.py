@@ -76,11 +76,13 @@ def _gradients(subject: Subject, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 def uninitialised_memory(subject: Subject) -> Iterator[str]:
     """What ``torch.empty`` and the like return is written before it is read."""
+    graded = bool(subject.differentiable and subject.graded)
+    _ = subject.value, subject.gradient if graded else None  # compiled by now
     try:
-        with poisoned():
+        with poisoned(arrays=True):
             with torch.no_grad():
                 got = [x.clone() for x in subject.run()]
-            found = subject.gradients() if subject.differentiable and subject.graded else {}
+            found = subject.gradients() if graded else {}
             grads = {name: None if g is None else g.clone() for name, g in found.items()}
     except AssertionError as problem:
         yield f"it {problem} that it allocated"
