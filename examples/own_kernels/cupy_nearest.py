@@ -11,20 +11,20 @@ from torch import Tensor
 
 THREADS = 128
 SOURCE = r"""
-extern "C" __global__ void nearest(const T* queries, const T* points, T* distances, long long* indices, int M, int N) {
-    __shared__ T tile[THREADS][D];
+extern "C" __global__ void nearest(const real* queries, const real* points, real* distances, long long* indices, int M, int N) {
+    __shared__ real tile[THREADS][DIM];
     int m = blockIdx.x * THREADS + threadIdx.x;
-    T q[D], best[K];
+    real q[DIM], best[K];
     int which[K];
-    for (int d = 0; d < D; d++) q[d] = m < M ? queries[(long long)m * D + d] : 0;
-    for (int i = 0; i < K; i++) best[i] = T(INFINITY), which[i] = -1;
+    for (int d = 0; d < DIM; d++) q[d] = m < M ? queries[(long long)m * DIM + d] : real(0);
+    for (int i = 0; i < K; i++) best[i] = __int_as_float(0x7f800000), which[i] = -1;  // infinity
     for (int first = 0; first < N; first += THREADS) {
-        for (int d = 0; d < D && first + threadIdx.x < N; d++)
-            tile[threadIdx.x][d] = points[(long long)(first + threadIdx.x) * D + d];
+        for (int d = 0; d < DIM && first + threadIdx.x < N; d++)
+            tile[threadIdx.x][d] = points[(long long)(first + threadIdx.x) * DIM + d];
         __syncthreads();
         for (int j = 0; j < THREADS && first + j < N; j++) {
-            T square = 0;
-            for (int d = 0; d < D; d++) square += (q[d] - tile[j][d]) * (q[d] - tile[j][d]);
+            real square = 0;
+            for (int d = 0; d < DIM; d++) square += (q[d] - tile[j][d]) * (q[d] - tile[j][d]);
             if (square < best[K - 1]) {
                 int i = K - 1;
                 for (; i > 0 && square < best[i - 1]; i--) best[i] = best[i - 1], which[i] = which[i - 1];
@@ -42,9 +42,9 @@ extern "C" __global__ void nearest(const T* queries, const T* points, T* distanc
 
 
 @cache
-def kernel(kind: str, dimensions: int, k: int) -> cupy.RawKernel:
-    names = {"T": kind, "D": dimensions, "K": k, "THREADS": THREADS, "INFINITY": "__int_as_float(0x7f800000)"}
-    return cupy.RawKernel(SOURCE, "nearest", options=tuple(f"-D{name}={value}" for name, value in names.items()))
+def kernel(real: str, dimensions: int, k: int) -> cupy.RawKernel:
+    sizes = f"typedef {real} real;\n#define DIM {dimensions}\n#define K {k}\n#define THREADS {THREADS}\n"
+    return cupy.RawKernel(sizes + SOURCE, "nearest")
 
 
 def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:

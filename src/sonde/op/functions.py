@@ -208,10 +208,13 @@ class OfFunctions:
         collect = _gradients(f"{self.title}: the backward pass of impl={self.each.name!r}", self.about, self.lengths, needs)
 
         given = detaching(args)
+        in_order = arrange(args) is args
 
         def run(*args: Any) -> list[Tensor]:
             args = given(args)
-            return collect(function(*args[:g], *arrange(args[g : g + n]), *args[g + n :], **how))
+            if not in_order:
+                args = (*args[:g], *arrange(args[g : g + n]), *args[g + n :])
+            return collect(function(*args, **how))
 
         return run
 
@@ -309,6 +312,14 @@ def _gradients(title: str, about: Parameters, lengths: Lengths, needs: Sequence[
     order = [own.index(schema.names[i]) for i in schema.differentiable]
     packed = schema.packed_gradients(needs, lengths)
     packed = packed if isinstance(packed, tuple) else (packed,)
+    count, wanted = len(own), [at for at, need in zip(order, packed) if need is True]
+
+    def collect_simply(out: Any) -> list[Tensor]:
+        if type(out) is tuple and len(out) == count:
+            found = [out[at] for at in wanted]
+            if all([isinstance(grad, Tensor) for grad in found]):
+                return found
+        return collect(out)
 
     def collect(out: Any) -> list[Tensor]:
         given = (out,) if len(own) == 1 and not (isinstance(out, tuple) and len(out) == 1) else out
@@ -332,4 +343,4 @@ def _gradients(title: str, about: Parameters, lengths: Lengths, needs: Sequence[
                     found.append(entry)
         return found
 
-    return collect
+    return collect if length_of else collect_simply

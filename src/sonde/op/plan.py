@@ -19,11 +19,11 @@ from .dtypes import accumulator
 Impl = Literal["auto", "triton", "numba", "reference"]
 HAS_TRITON = find_spec("triton") is not None
 HAS_NUMBA = find_spec("numba") is not None
-only_compiled = False  # kernels are not launched in this process, so their tensors need be on no GPU
+only_compiled = False  # True in processes that compile but do not launch: tensors may be on the CPU
 
 
 def choose(name: str, impl: str, tensor: Tensor) -> str:
-    """``"auto"`` takes what is fastest and installed; an explicit request is met or refused, never replaced."""
+    """``"auto"`` picks the fastest implementation that is installed; an explicit request is met or refused, never replaced."""
     kind = tensor.device.type
     if torch.onnx.is_in_onnx_export() and impl in ("auto", "triton", "numba"):
         if impl == "auto":
@@ -56,16 +56,16 @@ def refusal(impl: str, kind: str) -> str | None:
 
 
 class Determinism(Enum):
-    """What a kernel promises of its bits."""
+    """What a kernel promises about the bits of its results."""
 
     NONE = "none"
-    RUN_TO_RUN = "run to run"  # the same bits for the same call
-    BATCH_INVARIANT = "batch invariant"  # and row b's bits depend neither on B nor on other rows
+    RUN_TO_RUN = "run to run"  # the same call gives the same bits
+    BATCH_INVARIANT = "batch invariant"  # also, the bits of row b do not depend on the batch size or on other rows
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: what it writes, in what it accumulates, what it promises."""
+    """One launch: what it writes, its accumulator's dtype, what it promises."""
 
     name: str
     writes: tuple[str, ...]
@@ -73,10 +73,10 @@ class Kernel:
     determinism: Determinism
     workspace: int | None = 0  # bytes beyond inputs and results, whose gradients are laid out as they are; None: not known
     phase: Literal["forward", "backward"] = "forward"
-    config: str = ""  # the configuration that runs, where there are several
-    origin: str = ""  # and where it comes from: tuned, shipped, default or fixed
-    candidates: int = 1  # that a search would try
-    key: Any = field(default=None, compare=False)  # under which the store keeps its winner, if there is a choice; names the device
+    config: str = ""  # the configuration that runs, if there is a choice
+    origin: str = ""  # where that configuration comes from: tuned, shipped, default or fixed
+    candidates: int = 1  # how many configurations a search would try
+    key: Any = field(default=None, compare=False)  # of its winner in the store, if there is a choice; it names the device
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def determinism(self) -> Determinism:
-        """What the weakest kernel promises."""
+        """The promise of the weakest kernel."""
         order = list(Determinism)
         return min((k.determinism for k in self.kernels), key=order.index, default=Determinism.BATCH_INVARIANT)
 
@@ -127,7 +127,7 @@ def recording() -> bool:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What runs inside is no part of a plan."""
+    """Calls inside are not recorded in a plan."""
     token = _plans.set(None)
     try:
         yield
@@ -136,14 +136,14 @@ def unrecorded() -> Iterator[None]:
 
 
 def record(name: str, impl: str, kernels: Sequence[Kernel]) -> None:
-    """Note what a call would launch."""
+    """Record what a call would launch."""
     plans = _plans.get()
     assert plans is not None
     plans.append(Plan(name, impl, tuple(kernels)))
 
 
 def hold(*tensors: Tensor | None, backward: bool = False) -> None:
-    """While the operator that was recorded last is at work, or its gradients, too, the call has these: it made them for itself."""
+    """Count tensors that a public function made for itself as workspace of the operator recorded last, or also of its gradients."""
     plans = None if torch.compiler.is_compiling() else _plans.get()
     if plans:
         held = sum(t.nbytes for t in tensors if t is not None)
@@ -179,6 +179,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
 
 def of_reference(args: Sequence[Any]) -> Kernel:
-    """The definition, whatever torch makes of it."""
+    """The entry of a plan for the reference, which launches whatever torch does."""
     wide = accumulator(*[a for a in args if isinstance(a, Tensor)])
     return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)

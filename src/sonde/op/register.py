@@ -41,7 +41,7 @@ class Operator:
     ) -> None:
         self.signature, self.implementations = signature, implementations
         self.reference, self.check, self.fake, self.folds = reference, check, fake, folds
-        self.passes: CallCache[Callable] = CallCache()  # prepared ones, of calls that come through the dispatcher, too
+        self.passes: CallCache[Callable] = CallCache()  # prepared passes, also those of calls through the dispatcher
         self.calls = PreparedCalls()
         schema, first = schema or signature, len(signature.graded)
         self.library = known = library or register(schema, lambda lengths: self)
@@ -56,7 +56,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._traced(args, impl)
         key, call = self.calls.find(impl, args)
-        if call is not None:  # a warm call: nothing is checked again, and nothing goes through the dispatcher
+        if call is not None:  # a warm call: it skips checks and the dispatcher
             return self._apply_eager(call, *args[: self._tensors]) if call.recorded else call.forward(*args)
         self.check(*args)
         n, fixed = self.signature.tensors, deterministic()
@@ -68,7 +68,7 @@ class Operator:
             return self.reference(*args)
         if transforming() and not functionalizing():
             return self.apply.functional(PreparedCall(impl, fixed, args[n:], self.run_kernels), *args[:n])
-        if key is None or not plain(given):  # the operator that torch knows: every mode, subclass and tracer has its say
+        if key is None or not plain(given):  # through torch's dispatcher, so that modes, subclasses and tracers see the operator
             return self.forward_op(*args, impl, fixed)
         call = PreparedCall(impl, fixed, args[n:], self.prepare(impl, args, fixed), self._recorded(args))
         out = self._apply_eager(call, *args[:n]) if call.recorded else call.forward(*args)
@@ -81,7 +81,7 @@ class Operator:
         self.calls.clear()
 
     def prepare(self, impl: str, args: Sequence, fixed: bool, needs: tuple = ()) -> Callable:
-        """What a pass over such arguments does, the backward pass if there are `needs`; `fixed`: the same bits in every run."""
+        """The prepared pass for such arguments, backward if there are `needs`; `fixed` asks for the same bits in every run."""
         kernels = self.implementations.kernels(impl)
 
         def anew() -> Callable:
@@ -95,7 +95,7 @@ class Operator:
         return self.passes.get(key) or self.passes.put(key, anew())
 
     def _plan(self, impl: str, args: Sequence, fixed: bool) -> list[plan.Kernel]:
-        """The kernels of a call and of the gradients that its arguments ask for."""
+        """The kernels of a call, and of the gradients that its arguments require."""
         if impl == "reference":
             return [plan.of_reference(args)]
         grad = torch.is_grad_enabled()
@@ -111,7 +111,7 @@ class Operator:
         return _run(self._backward_below, self.run_backward_kernels, args)
 
     def fold(self, info, in_dims, args, function: Callable, first: int = 0):
-        """vmap by one call: the mapped dimension becomes part of the batch. `first` is where the inputs begin."""
+        """vmap as one call, with the mapped dimension folded into the batch. The inputs begin at position `first`."""
         about = self.signature
         for i in about.unbatched:
             if in_dims[first + i] is not None:
@@ -130,10 +130,10 @@ class Operator:
         return self.forward_op(*args, impl, torch.are_deterministic_algorithms_enabled())
 
     def _recorded(self, args: Sequence) -> bool:
-        """True if somebody may ask for gradients."""
+        """True if a gradient may be asked for."""
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in self.signature.differentiable)
 
-    # what torch.library is given
+    # registered with torch.library
 
     def run_kernels(self, *arguments):
         *args, impl, fixed = frozen(arguments)
@@ -145,7 +145,7 @@ class Operator:
         if not self.implementations.kernels(impl).own:  # such as a bias whose gradient is the result's
             given = [args[len(self.signature.graded) + i] for i, need in zip(self.signature.differentiable, needs) if need]
             found = iter([as_promised(x, like, args) for x, like in zip(found, given)])
-        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
+        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # schemas have a fixed number of results
         return out[0] if len(out) == 1 else out
 
     def run_fake(self, *args):
@@ -164,7 +164,7 @@ class Operator:
 
     def run_autograd(self, *arguments):
         *args, impl, fixed = resolved(arguments)
-        if any(map(has_tangent, args)):  # kernels have no forward-mode derivative
+        if any(map(has_tangent, args)):  # forward mode goes through the reference
             return self.reference(*args)
         if not self._recorded(args):
             return self.run_forward(*args, impl, fixed)
@@ -204,24 +204,23 @@ def operator(
     - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` to what the schema returns,
     - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one to a gradient per true entry of `needs`.
 
-    Passes are kept for all calls of a kind: shapes, strides, dtypes, devices and alignment of tensors, and the other arguments
-    themselves. Where sizes come from the data there are ``forward`` and ``backward`` in their place, which do it at once, and
-    ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
+    A pass is reused for all calls with the same shapes, strides, dtypes, devices and alignment of tensors, and the same values.
+    Where sizes depend on the data, a file has ``forward`` and ``backward`` instead, which run at once, and ``plan(*args, needs,
+    deterministic)``, which lists the kernels that those two launch.
 
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
         reference: The definition, in plain PyTorch, with the same arguments and results.
-        check: Raises for bad arguments, in words for the user; what it says depends on kinds of tensors and on other values only.
-        fake: Checks its arguments too and returns empty results.
+        check: Raises for bad arguments, in words for the user. It may depend on shapes, dtypes, devices and the other arguments.
+        fake: Checks its arguments too, and returns empty results.
         differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
-        channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
-        unbatched: Tensors without a batch dimension, the same for all rows of the others'.
+        channels_last: Inputs whose gradient is channels-last if they are; every other gradient is contiguous.
+        unbatched: Tensors without a batch dimension, shared by all rows. Every other tensor has a leading batch dimension, into
+            which ``torch.func.vmap`` folds the mapped one.
         folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
-        forward_only: Tensors that change no result, and that the backward pass has no use for: it gets None.
-        saved: Positions of the results that the backward pass wants to see.
+        forward_only: Tensors that change no result and that the backward pass does not need: it gets None for them.
+        saved: Positions of the results that the backward pass reads.
         no_grad: Positions of the results that have no gradient.
-
-    Every other tensor has a leading batch dimension, into which ``torch.func.vmap`` folds the mapped one.
     """
     signature = Signature.parse(schema, differentiable, channels_last, unbatched, forward_only, saved, no_grad)
     return Operator(signature, OfPackage(signature.name, package), reference, check, fake, folds)
