@@ -1,6 +1,6 @@
 """``sonde.memory.share_pool``: by stand-ins for CuPy and RMM on any machine, with CuPy itself on a GPU.
 
-RMM's part was not run with RMM: its stand-in has the interface that ``rmm.mr`` documents (26.10).
+Where RMM is not installed its part is tested by a stand-in, with the interface that ``rmm.mr`` documents (26.10).
 """
 
 from __future__ import annotations
@@ -162,3 +162,44 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
         torch.cuda.synchronize()
         assert bool((copy == 1).all()) is told
         assert float(other[0]) == 2
+
+
+@pytest.mark.gpu
+def test_rmm_itself():
+    """Its buffers are counted by torch, and torch gets what they leave."""
+    rmm = pytest.importorskip("rmm")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with sonde.memory.share_pool("rmm"):
+        buffer = rmm.DeviceBuffer(size=1 << 24)
+        assert torch.cuda.memory_allocated() - before == 1 << 24
+        address = buffer.ptr
+        del buffer
+        assert torch.cuda.memory_allocated() == before
+        assert torch.empty(1 << 24, dtype=torch.uint8, device="cuda").data_ptr() == address
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, told):
+    """As with CuPy: a late kernel on torch's stream reads what RMM has freed on its own."""
+    rmm = pytest.importorskip("rmm")
+    if not told:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    work, side = torch.randn(6144, 6144, device="cuda"), torch.cuda.Stream()
+    work @ work
+    torch.cuda.synchronize()
+    with sonde.memory.share_pool("rmm"):
+        buffer = rmm.DeviceBuffer(size=1 << 24)
+        seen = torch.as_tensor(buffer, device="cuda").view(torch.uint8)
+        seen.fill_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(40):
+                work @ work
+            copy = seen.clone()
+            del buffer, seen
+        other = rmm.DeviceBuffer(size=1 << 24)
+        torch.as_tensor(other, device="cuda").view(torch.uint8).fill_(2)
+        torch.cuda.synchronize()
+        assert bool((copy == 1).all()) is told
