@@ -114,6 +114,19 @@ def test_a_result_without_gradient(x):
     assert sonde.operator(name(), sort, reference=lambda x: tuple(torch.sort(x)), no_grad=[0, 1])(x)[0].requires_grad is False
 
 
+def test_integer_results_need_not_be_named(x):
+    """Autograd knows that they have no gradient; naming them in no_grad spares the backward pass an argument."""
+
+    def sort(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, indices = torch.sort(x)
+        return values, indices
+
+    op = sonde.operator(name(), sort, reference=lambda x: tuple(torch.sort(x)))
+    assert torch.autograd.gradcheck(lambda x: op(x)[0], x.requires_grad_())
+    assert torch.autograd.gradgradcheck(lambda x: op(x)[0].square(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: op(x)[0].square().sum())(x), 2 * x)
+
+
 def test_a_reference_without_derivative_is_an_error(x):
     op = sonde.operator(name(), fast, reference=lambda x, scale, shift: plain(x, scale, shift).detach())
     with pytest.raises(RuntimeError, match="its reference is not differentiable in x"):

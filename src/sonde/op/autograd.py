@@ -184,12 +184,13 @@ def spread(op: Operator, run: Callable, needs: Sequence[bool]) -> Callable[..., 
 def reference_vjp(op: Operator, grads: Sequence, args: Sequence, needs: Sequence[bool]) -> tuple:
     """The gradients that are needed, by differentiating the reference with ``torch.func``; they can be differentiated again."""
     chosen = [i for i, need in zip(op.signature.differentiable, needs) if need]
+    pairs = [(i, grad) for i, grad in zip(op.signature.graded, grads) if grad.is_floating_point() or grad.is_complex()]
 
     def value(*xs):
         out = as_tuple(op.reference(*replaced(args, chosen, xs)))
-        return tuple(out[i] for i in op.signature.graded)
+        return tuple(out[i] for i, _ in pairs)
 
-    return torch.func.vjp(value, *[args[i] for i in chosen])[1](tuple(grads))
+    return torch.func.vjp(value, *[args[i] for i in chosen])[1](tuple(grad for _, grad in pairs))
 
 
 def reference_gradients(op: Operator, grads: Sequence, args: Sequence, needs: Sequence[bool]) -> list:

@@ -52,7 +52,8 @@ class Function:
             self.target = found
         return self.target
 
-    def promise(self, fixed: bool) -> Determinism:
+    @property
+    def promise(self) -> Determinism:
         return Determinism.RUN_TO_RUN if self.deterministic else Determinism.NONE
 
 
@@ -74,15 +75,15 @@ class Implementation:
         package = BACKENDS.get(self.name, ("",))[0]
         return not package or _is_installed(package)
 
-    def refusal(self, device: str) -> str | None:
-        """Why it cannot run on such a device, and what to do about it; None if it can."""
+    def refusal(self, device: str, by_name: bool = True) -> str | None:
+        """Why it cannot run on such a device, and what to do about it; None if it can. `by_name`: it was asked for."""
         if not self.installed:
             package = BACKENDS[self.name][0]
             return f"needs {package}, which is not installed; install it or use impl='auto'"
         if device == "meta":
             return "needs tensors with memory, got meta tensors; use impl='auto'"
-        without = plan.only_compiled or os.environ.get("TRITON_INTERPRET") == "1"
-        if without and self.name == "triton" and device == "cpu":
+        interpreted = by_name and os.environ.get("TRITON_INTERPRET") == "1"
+        if self.name == "triton" and device == "cpu" and (plan.only_compiled or interpreted):
             return None
         if self.devices is not None and device not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {device}; move them or use impl='auto'"
@@ -102,14 +103,14 @@ _installed: dict[str, bool] = {}
 
 
 class Registry:
-    """All implementations of one operator of a user's, in the order of their registration."""
+    """All implementations of a user's operator, in the order in which they were registered."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.known: dict[str, Implementation] = {}
 
     def choose(self, impl: str, tensor: Tensor, fixed: bool) -> str:
-        """The first that takes such tensors, if it is ``"auto"``; in deterministic mode the first that promises the same bits."""
+        """``"auto"`` picks the first that takes the device and, in deterministic mode, promises the same bits in every run."""
         device = tensor.device.type
         if impl == "reference":
             return impl
@@ -119,11 +120,7 @@ class Registry:
             raise ValueError(f"{self.title}: impl={impl!r} has no translation to ONNX; export with impl='auto'")
         if impl == "auto":
             for name, each in self.known.items():
-                if plan.only_compiled and name == "triton":
-                    return name
-                if name == "triton" and device == "cpu":  # it is interpreted for those who ask for it by name
-                    continue
-                if each.refusal(device) is None and (each.deterministic or not fixed):
+                if each.refusal(device, by_name=False) is None and (each.deterministic or not fixed):
                     return name
             return "reference"
         found = self.known.get(impl)
@@ -223,7 +220,7 @@ class OfFunctions:
         results = getattr(self.about.result, "_fields", None) or [
             f"out{i or ''}" for i in range(self.about.signature.result.count("Tensor"))
         ]
-        name, promise = f"{self.flat.name} ({self.each.name})", self.each.forward.promise(deterministic)
+        name, promise = f"{self.flat.name} ({self.each.name})", self.each.forward.promise
         found = [plan.Kernel(name, tuple(results), None, promise, None)]
         if any(needs):
             names = tuple(f"d_{self.flat.names[i]}" for i, need in zip(self.flat.differentiable, needs) if need)
@@ -231,7 +228,7 @@ class OfFunctions:
             if back is None:
                 found.append(plan.Kernel("PyTorch (the reference)", names, None, Determinism.NONE, None, "backward"))
             else:
-                found.append(plan.Kernel(name, names, None, back.promise(deterministic), None, "backward"))
+                found.append(plan.Kernel(name, names, None, back.promise, None, "backward"))
         return found
 
 
