@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union
 
 from torch import SymFloat, SymInt, Tensor
@@ -32,23 +33,26 @@ class Parameters:
 
     def flat(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Lengths]:
         """A call's arguments as an :class:`Operator` takes them: tensors, entries of lists among them, and then values."""
-        for i in self.order:
-            if self.kinds[i] == "Tensor[]" and not isinstance(args[i], (list, tuple)):
-                self.check(self.signature.qualname, args)
-        ordered = [self.value(i, args[i]) for i in self.order]
         if not self.signature.lists:
-            return tuple(ordered), ()
-        flat, lengths = self.signature.unpacked(ordered)
+            return tuple(self.ordered(args)), ()
+        if not all([isinstance(args[i], (list, tuple)) for i in self.order if self.kinds[i] == "Tensor[]"]):
+            self.check(self.signature.qualname, args)
+        flat, lengths = self.signature.unpacked(self.ordered(args))
         return tuple(flat), lengths
 
-    def value(self, i: int, x: Any) -> Any:
-        """An argument as a prepared call can keep it: a float is a float, a list of numbers is a tuple."""
-        kind = self.kinds[i]
-        if kind.startswith("float") and type(x) is int:
-            return float(x)
-        if type(x) is list and kind[:6] in ("SymInt", "float["):
-            return tuple(map(float, x)) if kind.startswith("float") else tuple(x)
-        return x
+    def ordered(self, args: Sequence[Any]) -> list[Any]:
+        """In the signature's order, values as a prepared call can keep them: a float is a float, a list of numbers a tuple."""
+        ordered = [args[i] for i in self.order]
+        for place, convert in self.converted:
+            ordered[place] = convert(ordered[place])
+        return ordered
+
+    @cached_property
+    def converted(self) -> tuple[tuple[int, Callable[[Any], Any]], ...]:
+        """Places in the signature's order whose values may need it."""
+        known = {"float": _as_float, "float?": _as_float, "float[]": _as_floats, "SymInt[]": _as_tuple}
+        places = [(place, known.get(self.kinds[i].replace("]?", "]"))) for place, i in enumerate(self.order)]
+        return tuple((place, convert) for place, convert in places if convert is not None)
 
     def arranging(self, lengths: Lengths) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """What puts flat arguments back into the function's own order, lists as lists."""
@@ -72,6 +76,18 @@ class Parameters:
                     hint = f". Use {name}.item(), which waits for the device, or annotate {name} as a Tensor"
                 got = f"{type(x).__name__} {x!r}" if isinstance(x, (bool, int, float, str)) else type(x).__name__
                 raise TypeError(f"{title}: {name} must be {words(kind)}; got {got}{hint}")
+
+
+def _as_float(x: Any) -> Any:
+    return float(x) if type(x) is int else x
+
+
+def _as_floats(x: Any) -> Any:
+    return tuple([_as_float(entry) for entry in x]) if isinstance(x, (list, tuple)) else x
+
+
+def _as_tuple(x: Any) -> Any:
+    return tuple(x) if type(x) is list else x
 
 
 def parameters(

@@ -50,8 +50,8 @@ class CustomOperator:
         self._names, self._arity = about.names, len(about.names)
         self._registry = Registry(name)
         self._variants: dict[Lengths, Operator] = {}
-        self._plainly = bool(about.signature.lists) or any(k.startswith(("SymInt[", "float")) for k in about.kinds)
-        self._in_order = about.order == tuple(range(self._arity))
+        self._has_lists, self._as_given = bool(about.signature.lists), not about.converted
+        self._as_given &= about.order == tuple(range(self._arity))  # as the operator takes them
         self._wrap = about.result
         if about.signature.lists:
             self._library: Library = register(about.signature, self._variant)
@@ -65,11 +65,11 @@ class CustomOperator:
             args = self._bound(args, named)
         if torch.compiler.is_compiling():
             return self._traced(args, impl)
-        if self._plainly:
+        if self._has_lists:
             flat, lengths = self._about.flat(args)
             op = self._variants.get(lengths) or self._variant(lengths)
         else:
-            flat, op = args if self._in_order else tuple([args[i] for i in self._about.order]), self._only
+            flat, op = args if self._as_given else tuple(self._about.ordered(args)), self._only
         out = op(*flat, impl=impl)
         return out if self._wrap is None else self._wrap(*out)
 
@@ -167,7 +167,7 @@ class CustomOperator:
         """One node of a graph."""
         about = self._about
         about.check(self.name, args)
-        ordered = [about.value(i, args[i]) for i in about.order]
+        ordered = about.ordered(args)
         tensors = [x for arg in ordered for x in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(x, Tensor)]
         if not tensors:
             raise ValueError(f"{self.name}: {NO_TENSOR}")
