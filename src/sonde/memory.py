@@ -8,11 +8,14 @@ neither asks the driver, which would wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
+
+from .op.torch_private import current_stream
 
 __all__ = ["SharedPool", "share_pool"]
 
@@ -78,27 +81,33 @@ class _Blocks:
     """Blocks of torch's pool that another library has, by their address."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[torch.Tensor, int]] = {}  # the tensor that keeps the block, and the stream it was made for
+        self._held: dict[int, tuple[torch.Tensor, int, int]] = {}  # what keeps the block, its device, the stream it is for
+        self._device: Callable[[int], torch.device] = cache(lambda index: torch.device("cuda", index))
 
     def allocate(self, size: int, device: int, stream: int) -> int:
         """A block for work on this stream. The device need not be the current one."""
         if size == 0:
             return 0
-        with torch.cuda.stream(_stream(stream, device)):
-            block = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+        if stream == current_stream(device):  # as nearly always
+            block = torch.empty(size, dtype=torch.uint8, device=self._device(device))
+        else:
+            with torch.cuda.stream(_stream(stream, device)):
+                block = torch.empty(size, dtype=torch.uint8, device=self._device(device))
         address = block.data_ptr()
-        self._held[address] = block, stream
+        self._held[address] = block, device, stream
         return address
 
-    def free(self, address: int, *streams: int) -> None:
-        """The library is done with it, but for what these streams and torch's current one still have to do."""
+    def free(self, address: int, stream: int) -> None:
+        """The library is done with it, but for what its own stream and torch's current one still have to do."""
         found = self._held.pop(address, None)
-        if found is None:  # nothing, or the interpreter is about to end
+        if found is None:  # an allocation of no bytes
             return
-        block, made_for = found
-        device = block.device.index
-        for stream in {*streams, torch.cuda.current_stream(device).cuda_stream} - {made_for}:
-            block.record_stream(_stream(stream, device))
+        block, device, made_for = found
+        torchs = current_stream(device)
+        if stream == made_for == torchs:
+            return
+        for each in {stream, torchs} - {made_for}:
+            block.record_stream(_stream(each, device))
 
 
 def _stream(address: int, device: int) -> Any:

@@ -445,6 +445,22 @@ def test_one_graph_with_gradients(op, x, shift):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_the_first_call_may_be_in_a_graph(x, monkeypatch):
+    """Nothing is looked up while torch's compiler traces: it would leave its graph for that."""
+    from sonde.op import functions
+
+    op = sonde.operator(name(), fast, reference=plain)
+    for impl in ("scipy", "numba", "triton", "cupy"):
+        op.register(impl, fast)
+
+    def find(*args):
+        raise AssertionError("looked up")
+
+    monkeypatch.setattr(functions, "find_spec", find)
+    graph = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(graph(x), plain(x))
+
+
 def test_other_sizes_need_no_other_graph(op):
     count = 0
 

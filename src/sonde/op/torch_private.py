@@ -82,6 +82,7 @@ _is_zero = _find("Tensor._is_zerotensor", "tensors of zeros without memory are k
 _version_of = _find("Tensor._version", "whether points were written is seen in their hash alone")
 _empty_strided_cpu = _find("_C._dynamo.guards._empty_strided_cpu", "results take longer to allocate")
 _empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", "results take longer to allocate")
+_raw_stream = torch.backends.cuda.is_built() and _find("_C._cuda_getCurrentRawStream", "a shared pool takes longer to allocate")
 _below_autograd = _find("_C._AutoDispatchBelowAutograd", "operators call each other once more")
 
 
@@ -267,6 +268,12 @@ CAN_SKIP_AUTOGRAD = _below_autograd is not None
 def below_autograd() -> Any:
     """A context in which the dispatcher skips autograd."""
     return _below_autograd() if CAN_SKIP_AUTOGRAD else torch.no_grad()
+
+
+def current_stream(device: int) -> int:
+    """The address of torch's current stream on this device; 0 is the default stream."""
+    found: int = _raw_stream(device) if _raw_stream else torch.cuda.current_stream(device).cuda_stream
+    return found
 
 
 def one_level(function: type[torch.autograd.Function]) -> Callable:
