@@ -225,8 +225,8 @@ def _calling(
 ) -> Callable[..., Any]:
     """What calls a user's function with arguments like these: outside of autocast, and with tensors off the autograd graph.
 
-    An operator means the same under autocast: its results' dtypes follow from its arguments alone. NumPy and DLPack refuse tensors
-    that require gradients, even where autograd does not look.
+    An operator means the same under autocast: its results' dtypes follow from its arguments alone. DLPack and CUDA's array
+    interface refuse tensors that require gradients, even where autograd does not look.
     """
     attached = tuple([i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad])
     under_autocast = torch.is_autocast_enabled
