@@ -6,6 +6,7 @@ Where RMM is not installed its part is tested by a stand-in, with the interface 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -121,6 +122,28 @@ def test_what_cannot_be_shared_is_refused(monkeypatch, cupy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU"):
         sonde.memory.share_pool("cupy")
+
+
+def test_blocks_wait_for_the_streams_that_use_them(monkeypatch):
+    """Streams are told of a block only where they are not the one that it was made for."""
+    entered, recorded, now = [], [], SimpleNamespace(stream=0)
+    monkeypatch.setattr(memory, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(memory, "_stream", lambda address, device: address)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda block, stream: recorded.append(stream))
+    blocks = memory._Blocks()
+    blocks._device = lambda index: torch.device("cpu")
+    blocks.free(blocks.allocate(100, 0, 0), 0)
+    assert (entered, recorded) == ([], [])
+    address = blocks.allocate(100, 0, 7)  # the library's stream is not torch's
+    assert entered == [7]
+    blocks.free(address, 7)
+    assert recorded == [0]
+    address, now.stream = blocks.allocate(100, 0, 0), 5
+    blocks.free(address, 9)
+    assert sorted(recorded[1:]) == [5, 9]
+    blocks.free(blocks.allocate(0, 0, 0), 0)
+    assert not blocks._held
 
 
 @pytest.mark.gpu

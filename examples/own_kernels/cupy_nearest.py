@@ -47,19 +47,6 @@ def kernel(real: str, dimensions: int, k: int) -> cupy.RawKernel:
     return cupy.RawKernel(sizes + SOURCE, "nearest")
 
 
-class TorchStream:
-    """Torch's current stream, by the protocol that CUDA's Python libraries have for streams."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
-
-
-def current_stream():
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(TorchStream())
-    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-
-
 def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(queries.dtype, points.dtype)
     kind = torch.promote_types(wide, torch.float32)
@@ -72,6 +59,6 @@ def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if M and k:
         pointers = [np.uint64(x.data_ptr()) for x in (queries, points, distances, indices)]
         run = kernel({torch.float32: "float", torch.float64: "double"}[kind], D, k)
-        with current_stream():  # torch's, not CuPy's own
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):  # torch's stream, not CuPy's own
             run((-(-M // THREADS),), (THREADS,), (*pointers, np.int32(M), np.int32(N)))
     return distances.to(wide), indices
