@@ -67,3 +67,15 @@ def test_epipolar_learns_depth(capsys):
     assert first < 2 * chance
     assert peaks > 85
     assert last > 55
+
+
+def test_external_kernels(capsys):
+    """An operator makes one graph of several, and its own gradient is the reference's."""
+    pytest.importorskip("scipy")
+    import_module("external_kernels").main(["--points", "200", "--queries", "100", "--repeats", "1", "--device", "cpu"])
+    said = capsys.readouterr().out
+    before, after = (int(found) for found in re.findall(r"graphs: (\d+)", said))
+    assert before > after == 1
+    assert float(re.search(r"by (\S+) of its norm", said).group(1)) < 1e-5
+    assert "1. the library" in said
+    assert "A100" in said

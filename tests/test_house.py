@@ -14,9 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src"
 SONDE = ROOT / "sonde"
-FAMILIES = sorted(
-    p.name for p in SONDE.iterdir() if (p / "__init__.py").exists() and p.name not in ("op", "jit", "cli", "compat", "nn")
-)
+LAYERS = ("op", "jit", "cli", "compat", "nn", "testing")
+FAMILIES = sorted(p.name for p in SONDE.iterdir() if (p / "__init__.py").exists() and p.name not in LAYERS)
 
 
 class Import(NamedTuple):
@@ -71,12 +70,14 @@ def is_engine(folder: str) -> bool:
 def op_and_jit_know_no_family(found: Import) -> bool:
     """Nor what is built on families; the table of operators only when a release is built, not when they are imported."""
     (here, _), (there, _) = place(found.file), place(found.target)
-    return here in ("op", "jit") and (there in (*FAMILIES, "cli", "compat", "nn") or (there == "operators" and not found.lazy))
+    return here in ("op", "jit") and (
+        there in (*FAMILIES, "cli", "compat", "nn", "testing") or (there == "operators" and not found.lazy)
+    )
 
 
 def families_do_not_know_each_other(found: Import) -> bool:
     (here, _), (there, _) = place(found.file), place(found.target)
-    return here in FAMILIES and there in (*FAMILIES, "cli", "compat", "nn", "operators") and here != there
+    return here in FAMILIES and there in (*FAMILIES, "cli", "compat", "nn", "testing", "operators") and here != there
 
 
 def engines_know_no_operator(found: Import) -> bool:
@@ -99,6 +100,13 @@ def only_the_command_line_knows_commands(found: Import) -> bool:
     return place(found.target)[0] == "cli" and place(found.file)[0] not in ("cli", "__main__")
 
 
+def what_users_build_on_knows_no_family(found: Import) -> bool:
+    """``sonde.testing`` and ``sonde.memory`` serve operators of any kind; nothing of ours needs them."""
+    (here, _), (there, _) = place(found.file), place(found.target)
+    mine = ("testing", "memory")
+    return (here in mine and there not in ("", "op", "jit", *mine)) or (there in mine and here not in (*mine, "_public"))
+
+
 def the_table_loads_nothing(found: Import) -> bool:
     return found.file == "operators.py" and not found.lazy
 
@@ -110,6 +118,7 @@ RULES = [
     operators_know_no_other,
     device_code_knows_no_engine,
     only_the_command_line_knows_commands,
+    what_users_build_on_knows_no_family,
     the_table_loads_nothing,
 ]
 
@@ -130,6 +139,8 @@ def test_imports(broken):
         (operators_know_no_other, "grid/sample_sum/cpu.py", "sonde.grid.sample_dot"),
         (device_code_knows_no_engine, "grid/_device/taps.py", "sonde.grid._pyramid"),
         (only_the_command_line_knows_commands, "__init__.py", "sonde.cli"),
+        (what_users_build_on_knows_no_family, "testing/values.py", "sonde.points"),
+        (what_users_build_on_knows_no_family, "grid/sample_sum/api.py", "sonde.memory"),
         (the_table_loads_nothing, "operators.py", "sonde.grid"),
     ],
 )

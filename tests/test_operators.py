@@ -88,7 +88,9 @@ def test_queries_do_not_see_each_other(operator: Operator):
     """Without the last query, the result is the same without it."""
     args = operator.make("odd_sizes")
     few = [
-        a.narrow(operator.queries[name], 0, a.shape[operator.queries[name]] - 1) if name in operator.queries and a is not None else a
+        a.narrow(operator.queries[name], 0, a.shape[operator.queries[name]] - 1)
+        if name in operator.queries and a is not None
+        else a
         for name, a in zip(operator.arguments, args)
     ]
     whole = operator.reference(*args)

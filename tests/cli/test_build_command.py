@@ -50,9 +50,17 @@ def test_failures_are_listed(asked, tmp_path, capsys):
     assert "ptxas: too many registers" in capsys.readouterr().out
 
 
+def test_functions_of_users(asked, tmp_path):
+    """In place of operators, for every architecture."""
+    assert main(["build", "--arch", "sm_80,sm_90", "--call", "mylib.blur:all_sizes", "-o", str(tmp_path / "out")]) == 0
+    assert {(task.operator, task.case) for task in asked} == {("mylib.blur:all_sizes", "")}
+    assert {task.arch for task in asked} == {"sm_80", "sm_90"}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--arch", "sm_90", "--call", "mylib.blur"], "must be MODULE:FUNCTION"),
         (["--arch", "90"], "must be an architecture of NVIDIA, such as sm_90"),
         (["--arch", ""], "name at least one"),
         (["--arch", "sm_90", "--case", "pixelspalt_infer"], "Did you mean 'pixelsplat_infer'?"),

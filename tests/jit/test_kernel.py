@@ -180,6 +180,22 @@ def test_order_of_choice(shipped):
     assert kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE).origin == "shipped"
 
 
+def test_winners_of_other_packages(shipped, monkeypatch, tmp_path):
+    """They ship like our own, which come first where both have one."""
+    monkeypatch.setattr(winners, "_more", [])
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    kernel, problem = made(), Problem(20)
+    ship(theirs, kernel, problem, dict(block=64, num_warps=4))
+    assert ran(kernel, problem) == 16
+    jit.ship(theirs)
+    jit.ship(theirs)
+    assert winners._more == [theirs]
+    assert ran(kernel, problem) == 64
+    ship(shipped, kernel, problem, dict(block=32, num_warps=4))
+    assert ran(kernel, problem) == 32
+
+
 def test_predicate_is_asked_on_every_hit(shipped):
     """Two problems share a bucket; what is stored and shipped for it suits one of them only."""
     kernel, large, small = made(), Problem(14), Problem(9)

@@ -23,6 +23,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operator", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
     parser.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90,sm_100")
     parser.add_argument("-o", "--out", metavar="DIR", default="sonde-release", help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--call", action="append", default=[], metavar="MODULE:FUNCTION",
+        help="build what this function of yours launches, in place of Sonde's operators: it gets no arguments, and calls operators "
+        "or kernels of sonde.jit with CPU tensors",
+    )  # fmt: skip
     parser.add_argument("--case", default="", help="names of cases, separated by commas (default: all)")
     parser.add_argument("--dtype", default=",".join(DTYPES), help="default: %(default)s")
     parser.add_argument("--layout", default=",".join(LAYOUTS), help="default: %(default)s")
@@ -75,22 +80,37 @@ def plan(options: argparse.Namespace) -> list:
             raise UsageError(f"--arch {arch}: must be an architecture of NVIDIA, such as sm_90")
     if not archs:
         raise UsageError("--arch: name at least one, such as sm_90")
+    shipped = [json.loads(file.read_text(encoding="utf-8"))["device"] for file in sorted(winners.SHIPPED.glob("*.json"))]
+    if options.call:
+        return [Task(call, "", "", "", *where) for call in _functions(options) for where in _places(archs, shipped)]
     dtypes = console.pick("dtype", [options.dtype], (*DTYPES, "float64"))
     layouts = console.pick("layout", [options.layout], LAYOUTS)
     chosen = console.operators("build", options.operator)
     known = {case for operator in chosen for case in operator.cases.BENCH}
     cases = console.pick("case", [options.case], sorted(known)) or sorted(known)
-    shipped = [json.loads(file.read_text(encoding="utf-8"))["device"] for file in sorted(winners.SHIPPED.glob("*.json"))]
     return [
         Task(operator.name, case, dtype, layout, arch, device)
-        for arch in archs
+        for arch, device in _places(archs, shipped)
         for operator in chosen
         for case in cases
         if case in operator.cases.BENCH
         for dtype in dtypes
         for layout in layouts
-        for device in ("", *(d for d in shipped if d.endswith(f" {arch}")))
     ]
+
+
+def _places(archs: list[str], shipped: list[str]) -> list[tuple[str, str]]:
+    """Each architecture with default configurations, and with those of each of its devices that have winners."""
+    return [(arch, device) for arch in archs for device in ("", *(d for d in shipped if d.endswith(f" {arch}")))]
+
+
+def _functions(options: argparse.Namespace) -> list[str]:
+    if options.operator:
+        raise UsageError("--call: name operators of Sonde, or functions of your own")
+    for call in options.call:
+        if not re.fullmatch(r"[\w.]+:\w+", call):
+            raise UsageError(f"--call {call}: must be MODULE:FUNCTION")
+    return list(options.call)
 
 
 def _groups(built: list) -> list[tuple[str, str, list]]:

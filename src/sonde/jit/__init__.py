@@ -4,7 +4,7 @@ from . import settings
 from .kernel import Launch, Tunable, Unsupported, kernel
 from .policies import PickAny, PickBest, PickFixed, PickStored
 from .steps import Pass
-from .winners import token
+from .winners import ship, token
 
 __all__ = [
     "Launch",
@@ -17,6 +17,7 @@ __all__ = [
     "Unsupported",
     "kernel",
     "settings",
+    "ship",
     "token",
 ]
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -56,7 +57,10 @@ _building: dict[str, Entry] | None = None  # in a process that builds a release:
 
 
 class Task(NamedTuple):
-    """Build one case of one operator for one architecture, with the winners shipped for one device or with the defaults."""
+    """Build one case of one operator for one architecture, with the winners shipped for one device or with the defaults.
+
+    Or a function of the user's, ``"module:function"``, which calls what is to be built; it has no case, dtype or layout.
+    """
 
     operator: str  # its name in the table
     case: str
@@ -404,6 +408,12 @@ def _build(task: Task) -> tuple[dict[str, Entry], str | None]:
         driver.set_active(Builder(GPUTarget("cuda", int(task.arch.removeprefix("sm_")), 32)))
         winners.pretend(task.device or None)
         _compiled.clear()  # it may hold kernels for another architecture
+        if ":" in task.operator:
+            module, _, function = task.operator.partition(":")
+            for deterministic in (False, True):
+                torch.use_deterministic_algorithms(deterministic)
+                getattr(import_module(module), function)()
+            return _building, None
         operator = OPERATORS[task.operator]
         sizes = {**operator.cases.SMALL, **operator.cases.BENCH}[task.case]
         args = list(operator.make(**sizes, dtype=getattr(torch, task.dtype)))

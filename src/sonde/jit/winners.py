@@ -16,6 +16,7 @@ from .policies import PickAny
 from .store import Key, open_store
 
 SHIPPED = Path(__file__).parent / "shipped"
+_more: list[Path] = []  # folders of other packages
 _any = PickAny()
 _version = 0  # incremented whenever a winner may have changed
 
@@ -50,10 +51,30 @@ def stored(device: str) -> Mapping[Key, Mapping[str, Any]]:
     return open_store().snapshot(device)
 
 
+def ship(folder: str | Path) -> None:
+    """Use the winners in a folder of your own package, as Sonde's own are used: where nothing better is stored.
+
+    For each device it has a file as ``sonde cache export --device NAME FILE`` writes it, called like the device in lower case
+    with hyphens: ``nvidia-h200-sm_90.json``. Winners are taken for kernels of the same name whose configurations fit.
+
+    Example:
+        >>> import sonde
+        >>> sonde.jit.ship("mylib/winners")
+    """
+    if Path(folder) not in _more:
+        _more.append(Path(folder))
+    shipped.cache_clear()
+    forget()
+
+
 @lru_cache(64)
 def shipped(device: str) -> Mapping[tuple[Any, ...], Mapping[str, Any]]:
     """The winners shipped for a device. They apply to every version of torch and Triton; a stored winner comes first."""
-    file = SHIPPED / f"{slug(device)}.json"
+    return {key: config for folder in (*_more, SHIPPED) for key, config in _of_folder(folder, device).items()}
+
+
+def _of_folder(folder: Path, device: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    file = folder / f"{slug(device)}.json"
     if not file.is_file():
         return {}
     try:

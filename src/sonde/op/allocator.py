@@ -1,10 +1,10 @@
-"""Where results of CPU kernels lie: in the memory of earlier ones, else on large pages where Linux gives them.
+"""Allocates the results of CPU kernels: in the memory of earlier results, else on large pages where Linux grants them.
 
-A page that the system has just handed out is cleared by it first, and on virtual machines asked of the host: of the gradient of
-45 MB that a decoder's backward pass makes, that takes thirteen of twenty-one milliseconds. So the storages of late results are
-kept, ``ROOM`` bytes at most, and one that has no other owner left becomes that of the next result of its size. It is an ordinary
-storage that can be resized, shared or freed by whoever has the result; what is no longer as it was made is not used again.
-Since storages come back, the identity of a storage does not tell one result from a later one.
+The system clears every new page before it hands it out, and a virtual machine asks its host for it. For the 45 MB gradient of a
+decoder's backward pass that takes 13 of 21 ms. So recent storages are kept, at most ``ROOM`` bytes of them, and one that has no
+other owner left is reused for the next result of its size. It is an ordinary storage: whoever has the result may resize, share or
+free it, and a storage that was changed in this way is not reused. Because storages are reused, two results at different times may
+have the same storage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE_PAGE = 1 << 21
 
 
 class Kept:
-    """A storage that may be used again, once it has no more owners, in C++ and in Python, than before its first result."""
+    """A storage that may be reused once it has no more owners, in C++ and in Python, than before its first result."""
 
     def __init__(self, size: int) -> None:
         self.storage, self.size = _on_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu")).untyped_storage(), size
@@ -50,7 +50,7 @@ _kept: deque[Kept] = deque(maxlen=16)
 
 
 def allocator_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
-    """What allocates uninitialised tensors of this shape and these strides, which leave no gaps."""
+    """A function that allocates uninitialised tensors of this shape and these strides; the strides must leave no gaps."""
     shape, strides, size = tuple(shape), tuple(strides), prod(shape) * dtype.itemsize
     if not CAN_COUNT_OWNERS or not SMALLEST <= size <= ROOM:
         make = empty_strided("cpu") or _empty_strided
@@ -82,7 +82,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_
 
 
 def dense(x: Tensor, wide: torch.dtype) -> Tensor:
-    """Kernels see one dtype and one layout only, and so compile once for each dtype. By one copy at most."""
+    """`x` as a contiguous tensor of dtype `wide`, copied at most once. Kernels see one layout, so they compile once per dtype."""
     x = x.detach()
     return x if is_dense(x, wide) else empty(x.shape, wide).copy_(x)
 
@@ -92,12 +92,12 @@ def is_dense(x: Tensor, wide: torch.dtype) -> bool:
 
 
 def forget() -> None:
-    """Give back what is kept."""
+    """Release the storages that are kept."""
     _kept.clear()
 
 
 def _unowned(size: int) -> Kept | None:
-    """One of this size that nobody has. It is taken out before it is looked at, so that no other thread has it."""
+    """A kept storage of this size without owners. It leaves the queue before it is examined, so no other thread gets it."""
     for _ in range(len(_kept)):
         kept = _oldest()
         if kept is None:
@@ -114,21 +114,21 @@ def _unowned(size: int) -> Kept | None:
 def _oldest() -> Kept | None:
     try:
         return _kept.popleft()
-    except IndexError:  # other threads were quicker
+    except IndexError:  # another thread took the last one
         return None
 
 
 def _on_large_pages(found: Tensor) -> Tensor:
-    """If there are any: small ones take four times as long to come, and ten to go."""
+    """Ask for large pages if the tensor is large enough. Small pages take 4× as long to allocate and 10× as long to free."""
     if _madvise is not None and found.nbytes >= 2 * LARGE_PAGE:
         start = -(-found.data_ptr() // LARGE_PAGE) * LARGE_PAGE
         stop = (found.data_ptr() + found.nbytes) // LARGE_PAGE * LARGE_PAGE
-        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: whether it is taken is seen in the time alone
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # only advice: whether it is followed shows in the time alone
     return found
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE") or _gives_pages_back():  # the former: elsewhere than on Linux
+    if not hasattr(mmap, "MADV_HUGEPAGE") or _gives_pages_back():  # only Linux has MADV_HUGEPAGE
         return None
     found = ctypes.CDLL(None).madvise
     found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -136,9 +136,9 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 
 
 def _gives_pages_back(order: Path = Path("/sys/module/page_reporting/parameters/page_reporting_order")) -> bool:
-    """Whether this is a virtual machine that hands free large pages to its host, and waits milliseconds for each to come back."""
+    """True on a virtual machine that returns free large pages to its host: getting one back takes milliseconds."""
     try:
-        return 0 <= int(order.read_text()) <= 10  # 9 is that of 2 MiB; out of bounds where nothing asks for them
+        return 0 <= int(order.read_text()) <= 10  # order 9 is 2 MiB; other values mean that pages are not returned
     except (OSError, ValueError):
         return False
 

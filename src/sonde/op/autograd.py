@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Applied(NamedTuple):
-    """Ways into an operator's ``autograd.Function``: each takes a prepared call and the tensors, or backward's arguments."""
+    """The ways to apply an operator's ``autograd.Function``. Each takes a prepared call and tensors, or backward's arguments."""
 
     eager: Callable[..., Any]
-    functional: Callable[..., Any]  # where torch.func is at work
-    functional_level: Callable[..., Any]  # the same from inside the dispatcher
+    functional: Callable[..., Any]  # under a torch.func transform
+    functional_level: Callable[..., Any]  # the same, called from inside the dispatcher
     backward: Callable[..., tuple]  # takes (needs, impl, deterministic, *grads, *arguments, *saved)
     backward_level: Callable[..., tuple]
 
@@ -36,7 +36,7 @@ def autograd_functions(op: Operator) -> Applied:
 
 
 def eager_function(op: Operator, save: Callable, gradients: Callable) -> type[torch.autograd.Function]:
-    """Forward, where torch.func is not at work: its conventions cost as much as a launch."""
+    """The function of plain eager calls. It avoids torch.func's conventions, which cost as much as a launch."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -52,7 +52,7 @@ def eager_function(op: Operator, save: Callable, gradients: Callable) -> type[to
 
 
 def functional_function(op: Operator, save: Callable, gradients: Callable) -> type[torch.autograd.Function]:
-    """Forward as torch.func wants it."""
+    """The same function by the conventions of torch.func: ``setup_context`` and ``vmap``."""
 
     class Functional(torch.autograd.Function):
         @staticmethod
@@ -75,7 +75,7 @@ def functional_function(op: Operator, save: Callable, gradients: Callable) -> ty
 
 
 def backward_function(op: Operator) -> type[torch.autograd.Function]:
-    """First derivatives by kernels, whoever asks; only *their* derivative goes through the reference."""
+    """Computes first derivatives by kernels. Its own derivative, the second one, goes through the reference."""
     g, n, count = len(op.signature.graded), op.signature.tensors, len(op.signature.names)
 
     class Backward(torch.autograd.Function):
@@ -91,7 +91,7 @@ def backward_function(op: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx, *cotangents):
-            given = [*ctx.saved_tensors, *ctx.values]  # what was saved is a function of these
+            given = [*ctx.saved_tensors, *ctx.values]  # saved results are functions of these, so they need no gradient
             inner = [i for i, need in enumerate(ctx.needs_input_grad[3 : 3 + len(given)]) if need]
 
             def first(*xs):
@@ -111,7 +111,7 @@ def backward_function(op: Operator) -> type[torch.autograd.Function]:
 
 
 def saving(op: Operator) -> Callable[..., None]:
-    """What a call keeps for its backward pass."""
+    """A function that saves what the backward pass of a call needs."""
     about = op.signature
     forward_only, ungraded, saved = about.forward_only, about.ungraded, about.saved
 
@@ -121,7 +121,7 @@ def saving(op: Operator) -> Callable[..., None]:
             tensors = [None if i in forward_only else x for i, x in enumerate(tensors)]
         if ungraded:
             ctx.mark_non_differentiable(*[output[i] for i in ungraded])
-            ctx.set_materialize_grads(len(about.graded) > 1)  # nobody reads zeros in place of the gradients that are not there
+            ctx.set_materialize_grads(len(about.graded) > 1)  # with one graded result, nobody would read the zeros
         kept = [as_tuple(output)[i] for i in saved] if saved else ()
         ctx.save_for_backward(*tensors, *kept)
 
@@ -129,7 +129,7 @@ def saving(op: Operator) -> Callable[..., None]:
 
 
 def differentiating(op: Operator, backward: type[torch.autograd.Function]) -> Callable[..., tuple]:
-    """The backward pass of a call: a gradient for each argument of its ``autograd.Function``, the prepared call and the tensors."""
+    """The backward pass of a call. It returns one entry per argument of the ``autograd.Function``: the call and the tensors."""
     about, n = op.signature, op.signature.tensors
     graded, ungraded, saved, differentiable = about.graded, about.ungraded, about.saved, about.differentiable
 
@@ -137,16 +137,19 @@ def differentiating(op: Operator, backward: type[torch.autograd.Function]) -> Ca
         call, found, asked = ctx.call, ctx.saved_tensors, ctx.needs_input_grad
         if ungraded:
             grads = tuple([grads[i] for i in graded])
-        if grads[0] is None:  # what was computed of the result does not depend on it
+        if grads[0] is None:  # the loss does not depend on this result
             return (None,) * (1 + n)
         args = (*grads, *found[:n], *call.values, *found[n:]) if saved else (*grads, *found, *call.values)
-        twice = torch.is_grad_enabled()  # someone may differentiate again
+        twice = torch.is_grad_enabled()  # the gradient may be differentiated again
         seen = is_observed()
         if not twice and not seen:
             for guard, run in call.backward.get(asked, ()):
                 if guard((*grads, *found)):
                     return run(*args)
         needs = tuple([asked[1 + i] for i in differentiable])
+        if not op.implementations.differentiates(call.impl):
+            by_reference = reference_vjp if twice or transforming() else reference_gradients
+            return spread(op, lambda *_: by_reference(op, grads, args[len(grads) :], needs), needs)()
         with settings.use(call.settings):
             if twice or seen or plain(args) is None:
                 if seen and not transforming():
@@ -165,28 +168,46 @@ def differentiating(op: Operator, backward: type[torch.autograd.Function]) -> Ca
 def observed_backward(op: Operator, args: Sequence, needs: tuple, call: PreparedCall) -> tuple:
     if is_pre_dispatch() and op.signature.backward_reads_its_result:
         raise NotImplementedError(
-            f"{op.signature.name}: its gradient reads its result, of which torch loses track in pre-dispatch traces; "
+            f"{op.signature.title}: its gradient reads its result, of which torch loses track in pre-dispatch traces; "
             "trace the gradient with make_fx(..., pre_dispatch=False)"
         )
     return as_tuple(op.backward_op(*args, needs, call.impl, call.deterministic))
 
 
 def spread(op: Operator, run: Callable, needs: Sequence[bool]) -> Callable[..., tuple]:
-    """The gradients that `run` finds, each in the place of its argument of the ``autograd.Function``."""
+    """`run`, with its gradients placed at their arguments of the ``autograd.Function`` and None elsewhere."""
     places = [1 + i for i, need in zip(op.signature.differentiable, needs) if need]
     take = itemgetter(*[1 + places.index(i) if i in places else 0 for i in range(1 + op.signature.tensors)])
     return lambda *args: take((None, *run(*args)))
 
 
 def reference_vjp(op: Operator, grads: Sequence, args: Sequence, needs: Sequence[bool]) -> tuple:
-    """The gradients that are needed, by the definition itself."""
+    """The gradients that are needed, by differentiating the reference with ``torch.func``; they can be differentiated again."""
     chosen = [i for i, need in zip(op.signature.differentiable, needs) if need]
+    pairs = [(i, grad) for i, grad in zip(op.signature.graded, grads) if grad.is_floating_point() or grad.is_complex()]
 
     def value(*xs):
         out = as_tuple(op.reference(*replaced(args, chosen, xs)))
-        return tuple(out[i] for i in op.signature.graded)
+        return tuple(out[i] for i, _ in pairs)
 
-    return torch.func.vjp(value, *[args[i] for i in chosen])[1](tuple(grads))
+    return torch.func.vjp(value, *[args[i] for i in chosen])[1](tuple(grad for _, grad in pairs))
+
+
+def reference_gradients(op: Operator, grads: Sequence, args: Sequence, needs: Sequence[bool]) -> list:
+    """The same by torch's autograd, with less host time than ``torch.func``; the result cannot be differentiated again."""
+    chosen = [i for i, need in zip(op.signature.differentiable, needs) if need]
+    with torch.enable_grad():
+        leaves = [args[i].detach().requires_grad_() for i in chosen]
+        out = as_tuple(op.reference(*replaced(args, chosen, leaves)))
+        pairs = [(out[i], grad) for i, grad in zip(op.signature.graded, grads) if out[i].requires_grad]
+        if not pairs:
+            names = ", ".join(op.signature.names[i] for i in chosen)
+            raise RuntimeError(
+                f"{op.signature.title}: its reference is not differentiable in {names}, so it has no gradient. Write the reference "
+                "with differentiable operations, register a backward pass, or leave the argument out of differentiable="
+            )
+        found = torch.autograd.grad([x for x, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, found)]
 
 
 def as_tuple(out) -> tuple:

@@ -1,4 +1,4 @@
-"""Where compiled kernels and tuning results are kept between runs, and prepared calls within one."""
+"""The cache folder for compiled kernels and tuning results, and the in-process cache of prepared calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MAX_ENTRIES = 4096  # of all caches of calls together: sizes that change with every call must not fill the memory
+MAX_ENTRIES = 4096  # over all call caches: calls whose sizes never repeat must not fill the memory
 
 
 def cache_dir() -> Path:
-    """``SONDE_CACHE_DIR``, else ``sonde`` in the user's cache folder; it may not exist. RuntimeError where there is no home."""
+    """``SONDE_CACHE_DIR``, else ``sonde`` in the user's cache folder. It need not exist. RuntimeError without a home folder."""
     given = os.environ.get("SONDE_CACHE_DIR")
     if given:
         return Path(given).expanduser()
@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 @lru_cache(1)
 def sources_digest() -> str:
-    """SHA-256 of every file of this package and its name: what was compiled from other sources is not ours to run."""
+    """SHA-256 over the names and contents of this package's files. Code compiled from other sources must not be loaded."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package).as_posix()}\0".encode())
@@ -48,7 +48,7 @@ _warned: set[str] = set()
 
 
 def warn_once(topic: str, text: str) -> None:
-    """Warn, once per process and topic. Where warnings are errors it goes to the log: a warning costs nobody a result."""
+    """Warn once per process and topic. Where warnings are errors, log instead: a warning must never cost a result."""
     if topic in _warned:
         return
     _warned.add(topic)
@@ -59,10 +59,10 @@ def warn_once(topic: str, text: str) -> None:
 
 
 class CallCache(Generic[T]):
-    """A cache of prepared calls. All of them together hold at most ``MAX_ENTRIES``; the least recently used quarter goes first.
+    """A cache of prepared calls. All caches together hold at most ``MAX_ENTRIES``; beyond that the oldest quarter is dropped.
 
-    A hit costs one dictionary lookup and notes the time in ticks, without a lock: threads that tick at once lose nothing but
-    the order of their own entries.
+    A hit costs one dictionary lookup and records the time of use in ticks, without a lock. Threads that race here can only
+    confuse the order of their own entries.
     """
 
     __slots__ = ("__weakref__", "_entries")
@@ -100,13 +100,13 @@ class CallCache(Generic[T]):
 
 
 _caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
-_lock = threading.RLock()  # a collection may run the finaliser of something that makes a call
+_lock = threading.RLock()  # reentrant: garbage collection may run a finaliser that makes a call
 _tick = count().__next__
-_count = 0  # entries of all caches, or more: those of caches that were cleared or are gone are counted until it exceeds the limit
+_count = 0  # an upper bound on all entries: cleared and deleted caches are counted until the limit is exceeded
 
 
 def forget_calls() -> None:
-    """Empty every cache of calls: for tests, which change what prepared calls depend on."""
+    """Empty every call cache. For tests that change what prepared calls depend on."""
     global _count
     with _lock:
         for cache in _caches:
@@ -115,7 +115,7 @@ def forget_calls() -> None:
 
 
 def _drop_oldest() -> None:
-    """If there are too many of them, of those that are still there."""
+    """Drop the least recently used quarter if the caches that still exist hold too many entries."""
     global _count
     found = [(entry[0], cache, key) for cache in _caches for key, entry in cache._entries.items()]
     if len(found) > MAX_ENTRIES:

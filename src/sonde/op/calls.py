@@ -32,15 +32,15 @@ class PreparedBackward(NamedTuple):
 
 
 class PreparedCall:
-    """What calls of one kind do, decided once."""
+    """What one kind of call does, decided once."""
 
     __slots__ = ("backward", "deterministic", "forward", "guard", "impl", "recorded", "settings", "values")
 
     def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
         self.impl, self.deterministic, self.values = impl, deterministic, values
         self.forward = forward  # takes the operator's arguments
-        self.recorded = recorded  # autograd records it, since somebody may ask for gradients
-        self.settings = settings.current()  # the engine calls backward() from a thread of its own, with settings of its own
+        self.recorded = recorded  # autograd must record the call: a gradient may be asked for
+        self.settings = settings.current()  # autograd's engine runs backward() in its own thread, which has other settings
         self.guard: Guard = lambda args: False  # True if these arguments may reuse this call
         self.backward: dict[Needs, tuple[PreparedBackward, ...]] = {}  # newest first, at most four for each set of needs
 
@@ -49,14 +49,14 @@ class PreparedCall:
 
 
 class PreparedCalls:
-    """Those of one operator."""
+    """The prepared calls of one operator."""
 
     def __init__(self) -> None:
         self.by_key: CallCache[PreparedCall] = CallCache()
-        self.latest: CallCache[PreparedCall] = CallCache()  # the last call with such a first shape, whose guard is asked first
+        self.latest: CallCache[PreparedCall] = CallCache()  # the last call with this first shape: its guard is tried first
 
     def find(self, impl: str, args: Sequence) -> tuple[tuple | None, PreparedCall | None]:
-        """The key of such a call, if it has one and was asked for it, and what was prepared, if anything was."""
+        """The call's key and its prepared call. The key is None if it was not needed, or if the call cannot be cached."""
         if is_observed():
             return None, None
         try:
@@ -76,6 +76,10 @@ class PreparedCalls:
         call.guard = guard_of(args)
         self.latest.put(key[0], self.by_key.put(key, call))
 
+    def clear(self) -> None:
+        self.by_key.clear()
+        self.latest.clear()
+
 
 def is_observed() -> bool:
     """True if torch or ``explain`` must see this call as an operator."""
@@ -83,7 +87,7 @@ def is_observed() -> bool:
 
 
 def key_of(args: Sequence) -> tuple:
-    """What a prepared call depends on in these arguments; a key for them if they are :func:`plain`."""
+    """Everything about the arguments that a prepared call depends on. Only a valid key if they are :func:`plain`."""
     return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, is_lazy(x))
         if type(x) in _TENSORS else (type(x), x)
@@ -92,7 +96,7 @@ def key_of(args: Sequence) -> tuple:
 
 
 def plain(args: Sequence) -> tuple | None:
-    """Their key, if tensors are memory and strides, not something that looks like it, and everything else can be part of one."""
+    """The key of the arguments if all tensors are ordinary memory with strides and all values are hashable, else None."""
     try:
         key = key_of(args)
         hash(key)
@@ -103,30 +107,30 @@ def plain(args: Sequence) -> tuple | None:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """True if memory does not hold the numbers of `x`: a negated view, or a tensor of zeros that forward mode makes without any."""
+    """True if the numbers of `x` are not in memory: a negated view, or one of forward mode's zero tensors without memory."""
     return x.is_neg() or is_zero(x)
 
 
 def resolved(args: Sequence) -> tuple:
-    """The same numbers, all of them in memory."""
+    """The arguments, with lazy tensors written to memory."""
     return tuple([x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in args])
 
 
 def frozen(args: Sequence) -> tuple:
-    """The dispatcher hands over lists, of which no key can be made."""
+    """The arguments with lists as tuples: the dispatcher passes lists, which are not hashable."""
     return tuple([tuple(x) if type(x) is list else x for x in args])
 
 
 def guard_of(args: Sequence) -> Guard:
-    """A guard that tells whether others are of the kind that these are; when in doubt it says no.
+    """A guard that is True for arguments with the same key as these; in doubt it is False.
 
-    It takes a third of the time of a key, since torch's compiler has a guard for most of it.
+    It takes a third of the time of a key, because torch's compiler provides a fast guard for most of it.
     """
     if TensorGuards is None:
         key = key_of(args)
         return lambda args: plain(args) == key
     first: dict[int, int] = {}
-    place = [first.setdefault(id(x), i) for i, x in enumerate(args)]  # where each came first: torch's guard takes nothing twice
+    place = [first.setdefault(id(x), i) for i, x in enumerate(args)]  # first position of each: torch's guard refuses duplicates
     tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] == i]
     again = [(i, place[i]) for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] != i]
     values = [(i, type(x), x) for i, x in enumerate(args) if not isinstance(x, Tensor)]
@@ -137,9 +141,9 @@ def guard_of(args: Sequence) -> Guard:
 
     def guard_tensors(args: Sequence) -> bool:
         try:
-            if True in [x.is_nested for x in args]:  # at these torch's guard ends the process
+            if True in [x.is_nested for x in args]:  # torch's guard crashes the process on nested tensors
                 return False
-        except AttributeError:  # no tensor
+        except AttributeError:  # not a tensor
             return False
         return check(*args) and [x.data_ptr() & 15 for x in args] == alignment
 
@@ -154,7 +158,7 @@ def guard_of(args: Sequence) -> Guard:
 
 
 def placed(run: Callable, device: torch.device, deterministic: bool) -> Callable[..., Any]:
-    """The same on the tensors' device, whichever is current; in the deterministic mode without filling what kernels will write."""
+    """`run` on the tensors' device, whichever is current. In deterministic mode torch need not fill memory that kernels write."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     if not several and not deterministic:
         return run
@@ -170,12 +174,12 @@ def placed(run: Callable, device: torch.device, deterministic: bool) -> Callable
 
 
 _lock = threading.Lock()
-_threads, _filled = 0, True  # that are inside of unfilled(), and the setting before the first of them
+_threads, _filled = 0, True  # how many threads are inside unfilled(), and the setting before the first entered
 
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """The setting is the process's: the first of several threads takes it away, the last puts it back."""
+    """Turn off ``fill_uninitialized_memory``. It belongs to the process: the first thread in saves it, the last restores it."""
     global _threads, _filled
     setting: Any = torch.utils.deterministic
     with _lock:

@@ -63,7 +63,7 @@ def broadcast(
     device: torch.device,
     dtypes: Collection[torch.dtype] = REALS,
 ) -> None:
-    """Check a tensor against a pattern whose letters stand for `sizes`, or for 1 where it is the same for all of them."""
+    """Check a tensor against a pattern of letters from `sizes`; a dimension may also be 1, to be broadcast."""
     letters = pattern.split()
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor [{', '.join(letters)}]; got {kind(tensor)}. Use torch.as_tensor")
@@ -106,13 +106,13 @@ def positive(name: str, argument: str, value: Any) -> None:
 
 
 def dense(name: str, argument: str, tensor: Tensor) -> None:
-    """Refuse tensors that are not one block of numbers with strides, each with the way to make one of it."""
+    """Refuse tensors that are not strided memory, and say how to convert each kind."""
     if tensor.is_nested:
         raise TypeError(f"{name}: {argument} must be a dense tensor; got a nested one. Use {argument}.to_padded_tensor(0)")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: {argument} must be a dense tensor; got {tensor.layout}. Use {argument}.to_dense()")
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        return  # asking these for an attribute that they lack takes longer than all the rest
+        return  # a failed attribute lookup on these takes longer than all other checks
     if hasattr(tensor, "device_mesh"):
         raise NotImplementedError(
             f"{name}: {argument} must be a tensor of one device; got a DTensor, and operators have no sharding rules yet. "
@@ -123,7 +123,7 @@ def dense(name: str, argument: str, tensor: Tensor) -> None:
 
 
 def refuse_scripting(*functions: Callable[..., Any]) -> None:
-    """``torch.jit.script`` compiles sources, which it cannot do with these; its own message would name one of their arguments."""
+    """Make ``torch.jit.script`` fail with a useful message: it cannot compile these sources, and would blame an argument."""
 
     def refusal(name: str) -> Callable[..., Any]:
         def refuse() -> None:
@@ -139,7 +139,7 @@ def refuse_scripting(*functions: Callable[..., Any]) -> None:
 
 
 def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
-    """An integer of at least that; booleans are not numbers here."""
+    """Check an integer of at least `least`; booleans do not count as integers."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: {argument} must be an integer >= {least}; got {value!r} ({type(value).__name__})")
     if value < least:
@@ -148,7 +148,7 @@ def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
 
 
 def counts(name: str, **values: Any) -> None:
-    """Integers of at least 1."""
+    """Check integers of at least 1."""
     for argument, value in values.items():
         count(name, argument, value, least=1)
 
@@ -166,7 +166,7 @@ def flags(name: str, **values: Any) -> None:
 
 
 def probability(name: str, argument: str, value: Any, below_one: bool = False) -> None:
-    """A number of [0, 1], or of [0, 1)."""
+    """Check a number in [0, 1], or in [0, 1)."""
     interval = "[0, 1)" if below_one else "[0, 1]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: {argument} must be a number in {interval}; got {kind(value)}")
@@ -181,14 +181,14 @@ def choice(name: str, argument: str, value: Any, known: Collection[Any]) -> None
 
 
 def kind(value: Any) -> str:
-    """What came, in a few words, however large it is."""
+    """A short description of a value that was passed, however large it is."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)} of {value.dtype}"
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def parted(function: Callable[..., Any]) -> tuple[int, list[str]]:
-    """How many arguments come by position, and what comes by keyword only; but for `impl`."""
+    """The number of positional parameters, and the names of the keyword-only ones other than `impl`."""
     known = inspect.signature(function).parameters.values()
     options = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
     return len(known) - len(options), [name for name in options if name != "impl"]

@@ -1,8 +1,8 @@
-"""How CPU kernels are compiled and run: Numba functions of ``(start, stop, …)`` without the GIL, on torch's threads.
+"""How CPU kernels are compiled and run: Numba functions of ``(start, stop, …)`` without the GIL, on torch's OpenMP threads.
 
-Those are OpenMP's. After each of torch's own loops they wait for the next one without sleep, for milliseconds; threads beside them
-would get half a core each. Numba's own ``prange`` is not used: its thread layers abort the process when two threads enter at once
-or after a fork, and it makes kernels ten times slower to compile.
+After each of torch's own loops OpenMP's threads spin for milliseconds while they wait for the next loop; other threads beside them
+would get half a core each. Numba's ``prange`` is not used: its thread layers abort the process when two threads enter at once
+or after a fork, and kernels take ten times as long to compile.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from torch import Tensor
 
 from .cpu_cache import cache_of
 
-njit: Callable[..., Any] = numba.njit  # the stubs lack what is used here
+njit: Callable[..., Any] = numba.njit  # Numba's stubs lack the options used here
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 _WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_OWN = {"forceinline": True, "_nrt": False}  # Numba's own affair, so it may come to have none of them
+_OWN = {"forceinline": True, "_nrt": False}  # undocumented options, which a release of Numba may drop
 _INLINE = _WITHIN | {option: value for option, value in _OWN.items() if hasattr(DefaultOptions, option)}
 
 
 def jit(function: Callable) -> Callable:
-    """A kernel, compiled once per state of our sources and cached on disk where that is possible."""
+    """Make a kernel: compiled once for each version of our sources, and cached on disk where possible."""
     kernel = njit(nogil=True, error_model="numpy", fastmath=FAST, no_cfunc_wrapper=True)(function)
     cache = cache_of(function)
-    if cache is not None and hasattr(kernel, "_cache"):  # where Numba would put its own
+    if cache is not None and hasattr(kernel, "_cache"):  # in place of Numba's own cache
         kernel._cache = cache
     return kernel
 
 
 def part(function: Callable) -> Callable:
-    """What kernels call: compiled into each of them, and not for itself, which halves the time that takes.
+    """Make a function that kernels call. It is inlined into each kernel and not compiled alone, which halves compile time.
 
-    It must not make, keep or return arrays, but for views while it runs: nobody counts here who holds them, which may cost more
-    than what is done with them.
+    It must not create, keep or return arrays, except for temporary views: arrays are not reference-counted here, because counting
+    may cost more than the work itself.
     """
     return njit(error_model="numpy", fastmath=FAST, **_INLINE)(function)
 
 
 def exact_part(function: Callable) -> Callable:
-    """The same with every operation rounded as it is written, but for ``simd.fma``; where it matters where a sum ends up.
+    """The same with every operation rounded as written, except ``simd.fma``; for code whose exact bits matter.
 
-    Said aloud, since a callee inherits its caller's ``fastmath``; and operators of lanes have that of the part they are in.
+    ``fastmath=False`` must be explicit: a callee inherits its caller's setting, and so do operations on lanes.
     """
     return njit(error_model="numpy", fastmath=False, **_INLINE)(function)
 
 
 def array_part(function: Callable) -> Callable:
-    """A part that does make or return arrays; for kernels alone to call."""
+    """A part that may create or return arrays; only kernels may call it."""
     return njit(error_model="numpy", **_WITHIN)(function)
 
 
 def called_part(function: Callable) -> Callable:
-    """A part with a function of its own: what else a kernel does then leaves the code of its inner loops alone."""
+    """A part that is not inlined, so that the rest of a kernel does not affect the code of its inner loops."""
     return njit(error_model="numpy", fastmath=FAST, **_WITHIN)(function)
 
 
 def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: int = 4) -> None:
-    """Call ``kernel(start, stop, *args)`` over slices of ``range(size)`` of at least `grain`; slices must write apart."""
+    """Call ``kernel(start, stop, *args)`` over slices of at least `grain`, which must not write the same memory."""
     threads = min(torch.get_num_threads(), -(-size // grain))
     if threads <= 1:
         if size:
@@ -74,14 +74,14 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
         return
     step = max(grain, -(-size // (threads * slices_per_thread)))
     starts = iter(range(0, size, step))  # next() is atomic, so this is a queue that all threads share
-    held = [args]  # and dropped at the end: a thread of the pool may remember `work` for longer
+    held = [args]  # cleared at the end, since a thread of the pool may keep `work` alive for longer
     problems: list[BaseException] = []
 
     def work(_=None) -> None:
         try:
             for start in starts:
                 kernel(start, min(size, start + step), *held[0])
-        except BaseException as problem:  # which C would not hand on
+        except BaseException as problem:  # it cannot propagate through C
             problems.append(problem)
 
     if _openmp is not None:
@@ -90,14 +90,14 @@ def run(kernel: Callable, size: int, *args, grain: int = 1, slices_per_thread: i
         others = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
         work()
         for other in others:
-            if not other.cancel():  # one that has not begun has nothing left to do, and may wait for strangers' work
+            if not other.cancel():  # one that has not started is not needed: it may be queued behind other work
                 other.result()
     held.clear()
     if problems:
         raise problems[0]
 
 
-class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # bytes from an address on; arrays cut off what is theirs
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # all bytes from an address on; each array uses as many as it has
     owner: Tensor
 
 
@@ -105,10 +105,10 @@ NUMPY = {getattr(torch, kind): np.dtype(kind) for kind in ("float32", "float64",
 
 
 def array(x: Tensor) -> np.ndarray:
-    """The elements of `x`, as kernels see them; the array keeps them alive.
+    """The elements of `x` as a NumPy array, which keeps them alive.
 
-    ``x.numpy()`` would make the storage of `x` one that can never be resized, which FSDP does to parameters after every use and
-    ``out=`` to results. So the memory is read by its address, and nothing of the tensor changes.
+    ``x.numpy()`` would make the storage of `x` impossible to resize, but FSDP resizes parameters after every use and ``out=``
+    resizes results. So the array is made from the address, and the tensor stays as it is.
     """
     memory = _Memory.from_address(x.data_ptr())
     memory.owner = x
@@ -118,7 +118,7 @@ def array(x: Tensor) -> np.ndarray:
 
 
 def viewer(shape: Sequence[int], dtype: torch.dtype) -> Callable[[Tensor], np.ndarray]:
-    """:func:`array` of contiguous tensors that have as many elements of this dtype as `shape` has."""
+    """A faster :func:`array` for contiguous tensors of this dtype, which are seen in this shape."""
     shape, kind = tuple(shape), NUMPY[dtype]
 
     def view(x: Tensor) -> np.ndarray:
@@ -133,7 +133,7 @@ _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_openmp() -> Callable[..., None] | None:
-    """``GOMP_parallel(work, data, threads, flags)`` of the OpenMP that torch has loaded, GNU's or one that has its names."""
+    """``GOMP_parallel(work, data, threads, flags)`` of the OpenMP library that torch has loaded; None if it has other names."""
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):  # macOS and Windows
@@ -144,12 +144,12 @@ def _find_openmp() -> Callable[..., None] | None:
 
 @lru_cache(1)
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads of our own, where OpenMP is not to be had."""
+    """Our own threads, where OpenMP is not available."""
     return ThreadPoolExecutor(threads, thread_name_prefix="sonde")
 
 
 def _forked() -> None:
-    """The parent's threads do not exist in a child, and OpenMP would wait for them for ever."""
+    """After a fork: the parent's threads do not exist in the child, and OpenMP would wait for them for ever."""
     global _openmp
     _openmp = None
     _pool.cache_clear()

@@ -1,10 +1,10 @@
-"""Disk cache of compiled CPU kernels: one file per kernel and signature, which holds a checksum and Numba's pickled result.
+"""Disk cache of compiled CPU kernels: one file per kernel and signature, with a checksum and Numba's pickled result.
 
 Numba's own cache trusts what it reads: a truncated file raises in every later process, a flipped byte is executed, and two
-processes that save different signatures at once can end up with each other's code under one index. Here a file that is not what
-was written, or that cannot be written, costs a compilation and one warning, never a result.
+processes that save different signatures at once can swap each other's code. Here a damaged file, or one that cannot be written,
+costs a compilation and one warning, never a result.
 
-A pickle is code. The folder is made for its user alone, and nothing is read from a folder or a file that others can write.
+A pickle is code. So the folder is private to its user, and nothing is read from a folder or a file that others can write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .cache import cache_dir, sources_digest, warn_once
 try:
     from numba.core.compiler import CompileResult
     from numba.core.serialize import dumps
-except ImportError:  # private parts of Numba, which may move; without them every process compiles
+except ImportError:  # private names of Numba, which may move; without them every process compiles anew
     dumps = None  # type: ignore[assignment]
 
 _VERSIONS = f"{sys.implementation.cache_tag} {platform.machine()} numba {numba.__version__} llvmlite {llvmlite.__version__}"
@@ -38,7 +38,7 @@ _AGAIN = "compiled CPU kernels are not kept, every process compiles them again"
 
 
 class KernelCache:
-    """The cache of one kernel, in the form that a Numba dispatcher expects."""
+    """The cache of one kernel, with the interface that a Numba dispatcher expects."""
 
     def __init__(self, function: Callable, folder: Path) -> None:
         code = function.__code__
@@ -51,7 +51,7 @@ class KernelCache:
         return str(self.folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled kernel for these argument types; None if it is to be compiled."""
+        """The compiled kernel for these argument types; None if it must be compiled."""
         try:
             target_context.refresh()
             key = self._key(sig, target_context.codegen())
@@ -71,13 +71,13 @@ class KernelCache:
             return None
 
     def save_overload(self, sig: Any, result: Any) -> None:
-        """Keep what was compiled for the next process, if the disk lets us."""
+        """Write what was compiled for the next process; failures only warn."""
         try:
-            if result.lifted or result.library.has_dynamic_globals:  # addresses of this process
+            if result.lifted or result.library.has_dynamic_globals:  # it contains addresses of this process
                 return
             key = self._key(sig, result.codegen)
             payload = dumps(result._reduce())
-            _make_private(self.folder)  # it may have been removed since
+            _make_private(self.folder)  # it may have been removed meanwhile
             _write(self._path(key), _checksum(key, payload) + payload)
         except Exception as problem:
             warn_once("cpu cache: write", f"{_AGAIN}: {self.folder} cannot be written ({_shown(problem)})")
@@ -89,7 +89,7 @@ class KernelCache:
         pass
 
     def flush(self) -> None:
-        """Forget nothing: what is recompiled replaces its file."""
+        """Nothing to do: a recompiled kernel replaces its file."""
 
     def _key(self, sig: Any, codegen: Any) -> str:
         return f"{self._source} {_VERSIONS} {codegen.magic_tuple()} {sig}"
@@ -99,7 +99,7 @@ class KernelCache:
 
 
 def cache_of(function: Callable) -> KernelCache | None:
-    """None where nothing can be kept, or where the function's source is in no file that could be compared."""
+    """The cache for a kernel; None if there is no cache folder, or if the function's source is in no file."""
     folder = cache_folder()
     try:
         return None if folder is None else KernelCache(function, folder)
@@ -109,7 +109,7 @@ def cache_of(function: Callable) -> KernelCache | None:
 
 @lru_cache(1)
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: a folder of this user and of this state of our sources; None if there can be none."""
+    """The folder for compiled kernels of this user and this version of our sources; None if it cannot be made."""
     if dumps is None:
         return None
     try:
@@ -123,7 +123,7 @@ def cache_folder() -> Path | None:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the last two folders of this path, or see that they are ours alone; PermissionError if they are not."""
+    """Create the last two folders of this path. PermissionError if one exists that others own or can write."""
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for each in (folder.parent, folder):
         with suppress(FileExistsError):
@@ -145,12 +145,12 @@ def _must_be_ours(path: Path, found: os.stat_result) -> None:
 
 def _read(path: Path) -> bytes:
     with open(path, "rb") as file:
-        _must_be_ours(path, os.fstat(file.fileno()))  # of the open file: a folder may have been swapped since it was checked
+        _must_be_ours(path, os.fstat(file.fileno()))  # of the open file, in case the folder was swapped since it was checked
         return file.read()
 
 
 def _write(path: Path, data: bytes) -> None:
-    """At once, so that no process ever reads a part of it."""
+    """Write atomically, so that no process ever reads half a file."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
     try:
         with open(descriptor, "wb") as file:
@@ -163,7 +163,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _checksum(key: str, payload: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + b"\0" + payload).digest()  # with the key: a file under another's name is no match
+    return hashlib.sha256(key.encode() + b"\0" + payload).digest()  # with the key: a file that was renamed does not match
 
 
 def _verified(key: str, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""Passes on CPUs: :class:`~sonde.jit.Pass` with steps that run Numba kernels on the memory of their slots.
+"""Passes on CPUs: a :class:`~sonde.jit.Pass` whose steps run Numba kernels on the memory of their slots.
 
-What a pass does may depend on the number of threads (into how many blocks work is cut, what each thread allocates), and torch's may
-change between two calls, so a pass is recorded once for each number: :func:`by_threads`.
+A pass may depend on the number of threads (how many blocks the work is cut into, what each thread allocates), and torch's number
+may change between two calls. So a pass is recorded once for each number of threads: :func:`by_threads`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 
 class Array(NamedTuple):
-    """An argument of a kernel: the memory of a slot, which is contiguous, in this shape; None: in that of each call's tensor."""
+    """A kernel's argument: the contiguous memory of a slot, in this shape; None stands for the shape of each call's tensor."""
 
     slot: str
     shape: tuple[int, ...] | None
 
 
 class CpuPass(Pass):
-    """Buffers are allocated by :mod:`~sonde.op.allocator`: in the memory of earlier results."""
+    """A pass whose buffers come from :mod:`~sonde.op.allocator`, which reuses the memory of earlier results."""
 
     def __init__(self, accumulator: torch.dtype, given: Mapping[str, Tensor | None]) -> None:
         super().__init__(CPU, accumulator, given)
@@ -40,7 +40,7 @@ class CpuPass(Pass):
         return allocator.allocator_of(tuple(like.shape), tuple(like.stride()), dtype)
 
     def dense(self, name: str, dtype: torch.dtype, part: Callable[[Tensor], Tensor] | None = None) -> str:
-        """An argument, or `part` of it, contiguous and of this dtype: where it is neither, a copy."""
+        """An argument, or `part` of it, as a contiguous tensor of this dtype; it is copied if it is not one already."""
         t = self.given[name]
         assert t is not None
         t = t if part is None else part(t)
@@ -56,7 +56,7 @@ class CpuPass(Pass):
         return self.derive(f"{name} copied", name, make, t.shape, dtype)
 
     def derive(self, name: str, of: str | None, make: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype) -> str:
-        """A buffer of this shape that `make` makes, from another slot or from nothing."""
+        """A buffer of this shape, made by `make` from another slot or from nothing."""
         return self._add(name, Slot(dtype, prod(shape) * dtype.itemsize, make, of))
 
     def run(
@@ -64,9 +64,9 @@ class CpuPass(Pass):
         writes: Sequence[str] = (), scratch: int = 0, promise: Determinism = Determinism.BATCH_INVARIANT,
         accumulator: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """``op.cpu.run(kernel, items, *args)``; `scratch` are the bytes that the kernel allocates in each thread.
+        """Add a step that calls ``op.cpu.run(kernel, items, *args)``; `scratch` is what each thread allocates, in bytes.
 
-        Of `args`, an :class:`Array` is the memory of a slot, and a string what is in a slot itself, say a NumPy array.
+        An :class:`Array` among `args` stands for the memory of a slot, a string for the object in a slot, say a NumPy array.
         """
         places = [(i, *_seen(x, self.slots)) for i, x in enumerate(args) if isinstance(x, (str, Array))]
 
@@ -82,7 +82,7 @@ class CpuPass(Pass):
         self.steps.append(step)
 
     def rounded(self, slot: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """The same numbers in this dtype."""
+        """A slot with the same numbers in this dtype."""
         if self.slots[slot].dtype == dtype:
             return slot
         (found,) = self.call("torch.to", lambda x: x.to(dtype), [slot], [(f"{slot} rounded", shape, dtype)])
@@ -96,7 +96,7 @@ def _seen(x: str | Array, slots: dict[str, Slot]) -> tuple[str, Callable[[Tensor
 
 
 class ByThreads:
-    """A pass that is recorded once for each number of threads that it runs with."""
+    """A pass that is recorded once for each number of threads."""
 
     def __init__(self, record: Callable[[], Pass]) -> None:
         self.record = record
@@ -119,7 +119,7 @@ class ByThreads:
 
 
 def by_threads(record: Callable[..., Pass]) -> Callable[..., ByThreads]:
-    """Decorates what records a pass. It sees shapes, strides and dtypes of tensors alone, so nothing keeps their memory."""
+    """Decorate a function that records a pass. It gets tensors without memory, so that a recorded pass keeps none alive."""
 
     @wraps(record)
     def anew(*args: Any, **how: Any) -> ByThreads:

@@ -1,4 +1,4 @@
-"""In what sums run."""
+"""The dtype in which sums are accumulated."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,11 +19,11 @@ from .dtypes import accumulator
 Impl = Literal["auto", "triton", "numba", "reference"]
 HAS_TRITON = find_spec("triton") is not None
 HAS_NUMBA = find_spec("numba") is not None
-only_compiled = False  # kernels are not launched in this process, so their tensors need be on no GPU
+only_compiled = False  # True in processes that compile but do not launch: tensors may be on the CPU
 
 
 def choose(name: str, impl: str, tensor: Tensor) -> str:
-    """``"auto"`` takes what is fastest and installed; an explicit request is met or refused, never replaced."""
+    """``"auto"`` picks the fastest implementation that is installed; an explicit request is met or refused, never replaced."""
     kind = tensor.device.type
     if torch.onnx.is_in_onnx_export() and impl in ("auto", "triton", "numba"):
         if impl == "auto":
@@ -55,27 +56,27 @@ def refusal(impl: str, kind: str) -> str | None:
 
 
 class Determinism(Enum):
-    """What a kernel promises of its bits."""
+    """What a kernel promises about the bits of its results."""
 
     NONE = "none"
-    RUN_TO_RUN = "run to run"  # the same bits for the same call
-    BATCH_INVARIANT = "batch invariant"  # and row b's bits depend neither on B nor on other rows
+    RUN_TO_RUN = "run to run"  # the same call gives the same bits
+    BATCH_INVARIANT = "batch invariant"  # also, the bits of row b do not depend on the batch size or on other rows
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: what it writes, in what it accumulates, what it promises."""
+    """One launch: what it writes, its accumulator's dtype, what it promises."""
 
     name: str
     writes: tuple[str, ...]
-    accumulator: torch.dtype
+    accumulator: torch.dtype | None  # None: not known, of a function of the user's
     determinism: Determinism
-    workspace: int = 0  # bytes beyond inputs and results; of gradients of results that are laid out as these are
+    workspace: int | None = 0  # bytes beyond inputs and results, whose gradients are laid out as they are; None: not known
     phase: Literal["forward", "backward"] = "forward"
-    config: str = ""  # the configuration that runs, where there are several
-    origin: str = ""  # and where it comes from: tuned, shipped, default or fixed
-    candidates: int = 1  # that a search would try
-    key: Any = field(default=None, compare=False)  # under which the store keeps its winner, if there is a choice; names the device
+    config: str = ""  # the configuration that runs, if there is a choice
+    origin: str = ""  # where that configuration comes from: tuned, shipped, default or fixed
+    candidates: int = 1  # how many configurations a search would try
+    key: Any = field(default=None, compare=False)  # of its winner in the store, if there is a choice; it names the device
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class Plan:
 
     @property
     def determinism(self) -> Determinism:
-        """What the weakest kernel promises."""
+        """The promise of the weakest kernel."""
         order = list(Determinism)
         return min((k.determinism for k in self.kernels), key=order.index, default=Determinism.BATCH_INVARIANT)
 
     @property
     def workspace(self) -> int:
-        """The most bytes in use at one time beyond inputs and results."""
-        return max((k.workspace for k in self.kernels), default=0)
+        """The most bytes in use at one time beyond inputs and results, of those kernels that say it."""
+        return max((k.workspace or 0 for k in self.kernels), default=0)
 
     def __str__(self) -> str:
         head = ("phase", "kernel", "writes", "accumulates in", "deterministic", "workspace", "configuration", "from")
@@ -104,9 +105,9 @@ class Plan:
                 k.phase,
                 k.name,
                 ", ".join(k.writes) or "(layout)",
-                str(k.accumulator).removeprefix("torch."),
+                "not known" if k.accumulator is None else str(k.accumulator).removeprefix("torch."),
                 k.determinism.value,
-                f"{k.workspace:,} B",
+                "not known" if k.workspace is None else f"{k.workspace:,} B",
                 k.config,
                 k.origin,
             )
@@ -124,20 +125,30 @@ def recording() -> bool:
     return _plans.get() is not None
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Calls inside are not recorded in a plan."""
+    token = _plans.set(None)
+    try:
+        yield
+    finally:
+        _plans.reset(token)
+
+
 def record(name: str, impl: str, kernels: Sequence[Kernel]) -> None:
-    """Note what a call would launch."""
+    """Record what a call would launch."""
     plans = _plans.get()
     assert plans is not None
     plans.append(Plan(name, impl, tuple(kernels)))
 
 
 def hold(*tensors: Tensor | None, backward: bool = False) -> None:
-    """While the operator that was recorded last is at work, or its gradients, too, the call has these: it made them for itself."""
+    """Count tensors that a public function made for itself as workspace of the operator recorded last, or also of its gradients."""
     plans = None if torch.compiler.is_compiling() else _plans.get()
     if plans:
         held = sum(t.nbytes for t in tensors if t is not None)
         more = {"forward": held, "backward": held if backward else 0}
-        kernels = tuple(replace(k, workspace=k.workspace + more[k.phase]) for k in plans[-1].kernels)
+        kernels = tuple(replace(k, workspace=(k.workspace or 0) + more[k.phase]) for k in plans[-1].kernels)
         plans[-1] = replace(plans[-1], kernels=kernels)
 
 
@@ -168,6 +179,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
 
 def of_reference(args: Sequence[Any]) -> Kernel:
-    """The definition, whatever torch makes of it."""
+    """The entry of a plan for the reference, which launches whatever torch does."""
     wide = accumulator(*[a for a in args if isinstance(a, Tensor)])
     return Kernel("PyTorch", ("everything",), wide, Determinism.NONE)

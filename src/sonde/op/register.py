@@ -1,15 +1,12 @@
-"""What an operator is: a PyTorch reference, kernels that accelerate it, and one registration.
+"""An operator: a PyTorch reference, and kernels that compute the same faster. Ours and users' own are instances of one class.
 
-The only module that talks to ``torch.library``. Eager calls go straight to an ``autograd.Function``; compiled and exported
-graphs hold ``sonde::<name>`` and reach the same functions through the dispatcher.
+A warm eager call goes straight to a prepared launch, through an ``autograd.Function`` if somebody may ask for gradients. Compiled
+and exported graphs hold an operator of torch (``library.py``) and reach the same functions through torch's dispatcher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,117 +16,107 @@ from . import plan
 from .autograd import as_tuple, autograd_functions
 from .cache import CallCache
 from .calls import PreparedCall, PreparedCalls, frozen, is_observed, placed, plain, resolved
-from .layout import memory_format, outline_of
-from .signature import Signature
-from .torch_private import (
-    CAN_SKIP_AUTOGRAD,
-    below_autograd,
-    deterministic,
-    forward_mode,
-    functionalizing,
-    has_tangent,
-    transforming,
-)
-
-NAMESPACE = "sonde"
-KERNELS = {"triton": "gpu", "numba": "cpu"}
+from .implementations import Implementations, OfPackage
+from .implementations import decide as decide
+from .layout import memory_format
+from .library import Library, flat_function, register
+from .signature import Lengths, Signature
+from .torch_private import below_autograd, deterministic, forward_mode, functionalizing, has_tangent, transforming
 
 
 class Operator:
-    """A registered operator; call it with the schema's arguments and ``impl=``."""
+    """A registered operator; call it with its flat arguments and ``impl=``."""
 
     def __init__(
-        self, signature: Signature, package: str | None, reference: Callable, check: Callable, fake: Callable, folds: bool
+        self,
+        signature: Signature,  # a flat one
+        implementations: Implementations,
+        reference: Callable,
+        check: Callable,
+        fake: Callable,
+        folds: bool,
+        library: Library | None = None,  # registered here unless it is given
+        schema: Signature | None = None,  # that of the library, if it has lists of tensors
+        lengths: Lengths = (),  # which have these lengths
     ) -> None:
-        self.signature, self.package = signature, package
+        self.signature, self.implementations = signature, implementations
         self.reference, self.check, self.fake, self.folds = reference, check, fake, folds
-        self.passes: CallCache[Callable] = CallCache()  # prepared ones, of calls that come through the dispatcher, too
+        self.passes: CallCache[Callable] = CallCache()  # prepared passes, also those of calls through the dispatcher
         self.calls = PreparedCalls()
-        self.kernels = cache(lambda impl: import_module(f"{package}.{KERNELS[impl]}"))
-        name = signature.name
-        self.forward_op = _define(name, signature.forward_schema, self._forward, self._fake_forward)
-        self.backward_op = _define(f"{name}_backward", signature.backward_schema, self._backward, self._fake_backward)
-        self._below = self.forward_op, self.backward_op
-        if not CAN_SKIP_AUTOGRAD:  # then operators that autograd does not know stand for what is below it
-            self._below = (
-                _define(f"{name}_kernel", signature.forward_schema, self._forward, self._fake_forward),
-                _define(f"{name}_backward_kernel", signature.backward_schema, self._backward, self._fake_backward),
-            )
+        schema, first = schema or signature, len(signature.graded)
+        self.library = known = library or register(schema, lambda lengths: self)
+        self.forward_op = flat_function(schema, known.forward, lengths)
+        self.backward_op = flat_function(schema, known.backward, lengths, first)
+        self._forward_below = flat_function(schema, known.forward_below, lengths)
+        self._backward_below = flat_function(schema, known.backward_below, lengths, first)
         self.apply = autograd_functions(self)
         self._apply_eager, self._tensors = self.apply.eager, signature.tensors
-        # graphs of torch.export train too, and torch.func works inside torch.compile
-        torch.library.impl(f"{NAMESPACE}::{name}", "Autograd", self._dispatched)
-        torch.library.impl(f"{NAMESPACE}::{name}_backward", "Autograd", self._dispatched_backward)
-        for op, first in ((self.forward_op, 0), (self.backward_op, len(signature.graded))):
-            torch.library.register_vmap(op, lambda info, dims, *args, op=op, first=first: self.fold(info, dims, args, op, first))
 
     def __call__(self, *args, impl: str):
         if torch.compiler.is_compiling():
             return self._traced(args, impl)
         key, call = self.calls.find(impl, args)
-        if call is not None:  # a warm call: nothing is checked again, and nothing goes through the dispatcher
+        if call is not None:  # a warm call: it skips checks and the dispatcher
             return self._apply_eager(call, *args[: self._tensors]) if call.recorded else call.forward(*args)
         self.check(*args)
-        name, n, fixed = self.signature.name, self.signature.tensors, deterministic()
-        impl, given, args = plan.choose(name, impl, args[0]), args, resolved(args)
+        n, fixed = self.signature.tensors, deterministic()
+        impl, given, args = self.implementations.choose(impl, args), args, resolved(args)
         if plan.recording():
-            plan.record(name, impl, self._plan(impl, args, fixed))
+            plan.record(self.signature.title, impl, self._plan(impl, args, fixed))
             return self.fake(*args)
         if impl == "reference" or forward_mode(args):
             return self.reference(*args)
         if transforming() and not functionalizing():
-            return self.apply.functional(PreparedCall(impl, fixed, args[n:], self._forward), *args[:n])
-        if key is None or not plain(given):  # the operator that torch knows: every mode, subclass and tracer has its say
+            return self.apply.functional(PreparedCall(impl, fixed, args[n:], self.run_kernels), *args[:n])
+        if key is None or not plain(given):  # through torch's dispatcher, so that modes, subclasses and tracers see the operator
             return self.forward_op(*args, impl, fixed)
         call = PreparedCall(impl, fixed, args[n:], self.prepare(impl, args, fixed), self._recorded(args))
         out = self._apply_eager(call, *args[:n]) if call.recorded else call.forward(*args)
         self.calls.add(key, args, call)
         return out
 
+    def forget(self) -> None:
+        """Drop what was prepared: implementations were added."""
+        self.passes.clear()
+        self.calls.clear()
+
     def prepare(self, impl: str, args: Sequence, fixed: bool, needs: tuple = ()) -> Callable:
-        """What a pass over such arguments does, the backward pass if there are `needs`; `fixed`: the same bits in every run."""
-        module = self.kernels(impl)
+        """The prepared pass for such arguments, backward if there are `needs`; `fixed` asks for the same bits in every run."""
+        kernels = self.implementations.kernels(impl)
 
         def anew() -> Callable:
-            return placed(decide(module, args, needs, fixed), args[0].device, fixed)
+            device = next(x.device for x in args if isinstance(x, Tensor))
+            return placed(kernels.decide(args, needs, fixed), device, fixed and kernels.own)
 
-        key = plain(args) if hasattr(module, "forward_pass") else None
+        key = plain(args) if kernels.keeps else None
         if key is None:
             return anew()
         key = impl, needs, fixed, token(), key
         return self.passes.get(key) or self.passes.put(key, anew())
 
     def _plan(self, impl: str, args: Sequence, fixed: bool) -> list[plan.Kernel]:
-        """The kernels of a call and of the gradients that its arguments ask for."""
+        """The kernels of a call, and of the gradients that its arguments require."""
         if impl == "reference":
             return [plan.of_reference(args)]
-        module, grad = self.kernels(impl), torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()
         needs = [grad and isinstance(args[i], Tensor) and args[i].requires_grad for i in self.signature.differentiable]
         with torch.no_grad():
-            if not hasattr(module, "forward_pass"):
-                return module.plan(*args, needs=needs, deterministic=fixed)
-            found = module.forward_pass(*args).plan("forward")
-            if any(needs):
-                made = as_tuple(self.fake(*[outline_of(a) if isinstance(a, Tensor) else a for a in args]))
-                grads, saved = ([made[i] for i in which] for which in (self.signature.graded, self.signature.saved))
-                given = [None if i in self.signature.forward_only else a for i, a in enumerate(args)]
-                found += module.backward_pass(*grads, *given, *saved, needs=needs, deterministic=fixed).plan("backward")
-        return found
+            return self.implementations.kernels(impl).plan(self, args, needs, fixed)
 
     def run_forward(self, *args):
-        """What ``sonde::<name>`` dispatches to below autograd: directly where nobody observes."""
-        return _run(self._below[0], self._forward, args)
+        """What torch's dispatcher would call below autograd; a direct call where nobody observes it."""
+        return _run(self._forward_below, self.run_kernels, args)
 
     def run_backward(self, *args):
-        return _run(self._below[1], self._backward, args)
+        return _run(self._backward_below, self.run_backward_kernels, args)
 
     def fold(self, info, in_dims, args, function: Callable, first: int = 0):
-        """vmap by one call: the mapped dimension becomes part of the batch. `first` is where the inputs begin."""
+        """vmap as one call, with the mapped dimension folded into the batch. The inputs begin at position `first`."""
         about = self.signature
         for i in about.unbatched:
             if in_dims[first + i] is not None:
                 raise ValueError(
-                    f"{about.name}: {about.names[i]} must be the same for all rows of a batch; torch.vmap must not map it"
+                    f"{about.title}: {about.names[i]} must be the same for all rows of a batch; torch.vmap must not map it"
                 )
         if not self.folds:
             return _loop(info, in_dims, args, function)
@@ -137,31 +124,34 @@ class Operator:
 
     def _traced(self, args: tuple, impl: str):
         self.check(*args)
-        impl = plan.choose(self.signature.name, impl, args[0])
+        impl = self.implementations.choose(impl, args)
         if impl == "reference" or forward_mode(args):
             return self.reference(*args)
         return self.forward_op(*args, impl, torch.are_deterministic_algorithms_enabled())
 
     def _recorded(self, args: Sequence) -> bool:
-        """True if somebody may ask for gradients."""
+        """True if a gradient may be asked for."""
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in self.signature.differentiable)
 
-    # what torch.library is given
+    # registered with torch.library
 
-    def _forward(self, *arguments):
+    def run_kernels(self, *arguments):
         *args, impl, fixed = frozen(arguments)
         return self.prepare(impl, args, fixed)(*args)
 
-    def _backward(self, *arguments):
+    def run_backward_kernels(self, *arguments):
         *args, needs, impl, fixed = frozen(arguments)
         found = iter(self.prepare(impl, args, fixed, needs)(*args))
-        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # fixed arity: schemas have no other
+        if not self.implementations.kernels(impl).own:  # such as a bias whose gradient is the result's
+            given = [args[len(self.signature.graded) + i] for i, need in zip(self.signature.differentiable, needs) if need]
+            found = iter([as_promised(x, like, args) for x, like in zip(found, given)])
+        out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # schemas have a fixed number of results
         return out[0] if len(out) == 1 else out
 
-    def _fake_forward(self, *args):
+    def run_fake(self, *args):
         return self.fake(*args[:-2])
 
-    def _fake_backward(self, *args):
+    def run_fake_backward(self, *args):
         about, needs = self.signature, args[-3]
         inputs = args[len(about.graded) : len(about.graded) + len(about.names)]
         out = tuple(
@@ -172,9 +162,9 @@ class Operator:
         )
         return out[0] if len(out) == 1 else out
 
-    def _dispatched(self, *arguments):
+    def run_autograd(self, *arguments):
         *args, impl, fixed = resolved(arguments)
-        if any(map(has_tangent, args)):  # kernels have no forward-mode derivative
+        if any(map(has_tangent, args)):  # forward mode goes through the reference
             return self.reference(*args)
         if not self._recorded(args):
             return self.run_forward(*args, impl, fixed)
@@ -182,11 +172,11 @@ class Operator:
         call = PreparedCall(impl, fixed, tuple(args[n:]), lambda *args: self.run_forward(*args, impl, fixed))
         return (self.apply.functional_level if transforming() else self._apply_eager)(call, *args[:n])
 
-    def _dispatched_backward(self, *arguments):
+    def run_autograd_backward(self, *arguments):
         *args, needs, impl, fixed = arguments
         if any(map(has_tangent, args)):
             raise NotImplementedError(
-                f"{self.signature.name}: a gradient has no forward-mode derivative here; use impl='reference'"
+                f"{self.signature.title}: a gradient has no forward-mode derivative here; use impl='reference'"
             )
         found = (self.apply.backward_level if transforming() else self.apply.backward)(needs, impl, fixed, *args)
         return found[0] if len(self.signature.differentiable) == 1 else found
@@ -214,47 +204,40 @@ def operator(
     - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` to what the schema returns,
     - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one to a gradient per true entry of `needs`.
 
-    Passes are kept for all calls of a kind: shapes, strides, dtypes, devices and alignment of tensors, and the other arguments
-    themselves. Where sizes come from the data there are ``forward`` and ``backward`` in their place, which do it at once, and
-    ``plan(*args, needs, deterministic)``, the list of kernels that those two launch.
+    A pass is reused for all calls with the same shapes, strides, dtypes, devices and alignment of tensors, and the same values.
+    Where sizes depend on the data, a file has ``forward`` and ``backward`` instead, which run at once, and ``plan(*args, needs,
+    deterministic)``, which lists the kernels that those two launch.
 
     Args:
         schema: torch schema; inputs may be ``Tensor?``, several outputs are ``-> (Tensor, Tensor)``.
         reference: The definition, in plain PyTorch, with the same arguments and results.
-        check: Raises for bad arguments, in words for the user; what it says depends on kinds of tensors and on other values only.
-        fake: Checks its arguments too and returns empty results.
+        check: Raises for bad arguments, in words for the user. It may depend on shapes, dtypes, devices and the other arguments.
+        fake: Checks its arguments too, and returns empty results.
         differentiable: Inputs that have a gradient; `needs` and the gradients follow their order.
-        channels_last: Inputs whose gradient is channels-last where they are; every other gradient is contiguous.
-        unbatched: Tensors without a batch dimension, the same for all rows of the others'.
+        channels_last: Inputs whose gradient is channels-last if they are; every other gradient is contiguous.
+        unbatched: Tensors without a batch dimension, shared by all rows. Every other tensor has a leading batch dimension, into
+            which ``torch.func.vmap`` folds the mapped one.
         folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
-        forward_only: Tensors that change no result, and that the backward pass has no use for: it gets None.
-        saved: Positions of the results that the backward pass wants to see.
+        forward_only: Tensors that change no result and that the backward pass does not need: it gets None for them.
+        saved: Positions of the results that the backward pass reads.
         no_grad: Positions of the results that have no gradient.
-
-    Every other tensor has a leading batch dimension, into which ``torch.func.vmap`` folds the mapped one.
     """
     signature = Signature.parse(schema, differentiable, channels_last, unbatched, forward_only, saved, no_grad)
-    return Operator(signature, package, reference, check, fake, folds)
+    return Operator(signature, OfPackage(signature.name, package), reference, check, fake, folds)
 
 
-def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable:
-    """What a pass of these kernels does to such arguments: the backward pass if there are `needs`."""
-    how = dict(needs=needs, deterministic=deterministic)
-    if hasattr(kernels, "forward_pass"):
-        return (kernels.backward_pass(*args, **how) if needs else kernels.forward_pass(*args)).bind()
-    return partial(kernels.backward, **how) if needs else kernels.forward
+def as_promised(grad: Tensor, like: Tensor, args: Sequence) -> Tensor:
+    """A gradient as graphs expect it: contiguous, of the argument's dtype, and in memory of its own.
+
+    A user's kernel may return another, such as that of the result for a bias. Eager autograd takes it as it is.
+    """
+    found = grad.to(like.dtype).contiguous()
+    start = found.data_ptr()
+    shared = found.numel() > 0 and any(isinstance(arg, Tensor) and arg.data_ptr() == start for arg in args)
+    return found.clone() if shared else found
 
 
-def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Any:
-    qualname = f"{NAMESPACE}::{name}"
-    torch.library.define(qualname, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        torch.library.impl(qualname, key, impl)
-    torch.library.register_fake(qualname, fake)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _run(op: Any, function: Callable, args: Sequence[Any]):
+def _run(op: Callable, function: Callable, args: Sequence):
     if not is_observed() and plain(args):
         return function(*args)
     with below_autograd():

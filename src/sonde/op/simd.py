@@ -1,8 +1,8 @@
 """Sixteen numbers at once in Numba kernels.
 
-LLVM's own vectoriser needs run-time proofs that arrays do not overlap and leaves the end of every row to scalar code: three times
-slower on rows of 148 channels. These are LLVM vectors, which every machine splits into registers of its own size. All lanes
-compute alike, so a sum has the same bits wherever in a row it is made.
+LLVM's own vectoriser needs run-time checks that arrays do not overlap and leaves the end of every row to scalar code: on rows of
+148 channels that is three times slower. These are LLVM vectors, which the compiler splits into the machine's registers. All lanes
+compute alike, so a sum has the same bits wherever in a row it stands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import lower_builtin, models, register_model
 
 LANES = 16
-intrinsic: Callable[..., Any] = extending.intrinsic  # the first argument is Numba's own, which type checkers do not know
+intrinsic: Callable[..., Any] = extending.intrinsic  # it supplies the first argument, which type checkers cannot know
 
 
 class Lanes(types.Type):
@@ -35,7 +35,7 @@ class _Model(models.PrimitiveModel):
 
 @intrinsic
 def load(typing, x, row, column, end):
-    """Lanes ``x[row, column : column + LANES]``; those from column `end` on are not read but zero."""
+    """Lanes ``x[row, column : column + LANES]``; those from column `end` on are zero and not read."""
 
     def generate(context, builder, signature, args):
         pointer, align = _address(context, builder, LANES, signature.args[0], *args[:3])
@@ -56,7 +56,7 @@ def load(typing, x, row, column, end):
 
 @intrinsic
 def load_four(typing, x, row, column, end):
-    """Four lanes ``x[row, column : column + 4]``; those from column `end` on are not read but zero."""
+    """Four lanes ``x[row, column : column + 4]``; those from column `end` on are zero and not read."""
 
     def generate(context, builder, signature, args):
         pointer, align = _address(context, builder, 4, signature.args[0], *args[:3])
@@ -67,7 +67,7 @@ def load_four(typing, x, row, column, end):
 
 @intrinsic
 def prefetch(typing, x, row, column):
-    """Begin to bring the cache line of ``x[row, column]`` into the second level: the first can wait for few lines at a time."""
+    """Prefetch the cache line of ``x[row, column]`` into the second level; the first level can have few misses in flight."""
 
     def generate(context, builder, signature, args):
         pointer, _ = _address(context, builder, LANES, signature.args[0], *args)
@@ -94,7 +94,7 @@ def store(typing, v, x, row, column):
 
 @intrinsic
 def store_some(typing, v, x, row, column, end):
-    """``x[row, column : column + LANES] = v``; those from column `end` on are not written. Of four lanes, four."""
+    """``x[row, column : column + LANES] = v``, or 4 columns if `v` has four lanes; from column `end` on nothing is written."""
 
     def generate(context, builder, signature, args):
         pointer, align = _address(context, builder, v.count, signature.args[1], *args[1:4])
@@ -154,7 +154,7 @@ def magnitude(typing, v):
 
 @intrinsic
 def cast(typing, v, kind):
-    """Lanes of another kind: that of a NumPy type or of other lanes. Towards zero where those are integers."""
+    """Lanes converted to a NumPy type or to the type of other lanes; integers are rounded towards zero."""
 
     def generate(context, builder, signature, args):
         lanes, old, new = context.get_value_type(signature.return_type), v.dtype, signature.return_type.dtype
@@ -171,7 +171,7 @@ def cast(typing, v, kind):
 
 @intrinsic
 def where(typing, inside, a, b):
-    """Lanes of `a` where `inside`, of `b` elsewhere. One of them may be a number; two numbers are of 32 bits."""
+    """Lanes of `a` where `inside`, of `b` elsewhere. Either may be a number; two numbers give 32-bit lanes."""
     lanes = next((x for x in (a, b) if isinstance(x, Lanes)), Lanes(types.int32, inside.count))
 
     def generate(context, builder, signature, args):
@@ -182,7 +182,7 @@ def where(typing, inside, a, b):
 
 @intrinsic
 def everywhere(typing, inside):
-    """Whether it holds in all lanes."""
+    """True if all lanes are."""
 
     def generate(context, builder, signature, args):
         kind = ir.FunctionType(ir.IntType(1), [args[0].type])
@@ -193,7 +193,10 @@ def everywhere(typing, inside):
 
 @intrinsic
 def pairs(typing, x, first, at):
-    """``x[first + at]`` and ``x[first + at + 1]`` of all lanes. Both are one load: gathers are slower wherever they were mended."""
+    """``x[first + at]`` and ``x[first + at + 1]`` of all lanes, both by one load per lane.
+
+    Gather instructions are slower on every machine whose microcode was patched against data leaks.
+    """
 
     def generate(context, builder, signature, args):
         start = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
@@ -212,7 +215,7 @@ def pairs(typing, x, first, at):
 
 @intrinsic
 def unzip(typing, v, w):
-    """The first, third, … and the second, fourth, … of the lanes of `v` and then `w`."""
+    """Of the lanes of `v` followed by those of `w`: the first, third, …, and the second, fourth, …."""
 
     def generate(context, builder, signature, args):
         return context.make_tuple(builder, signature.return_type, _shuffled(builder, args, _TURNS))
@@ -222,7 +225,7 @@ def unzip(typing, v, w):
 
 @intrinsic
 def zipped(typing, v, w):
-    """Lanes of `v` and `w` in turn: the first half of them, the second half."""
+    """Lanes of `v` and `w` alternately; the first half of that, and the second half."""
 
     def generate(context, builder, signature, args):
         order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
@@ -246,10 +249,10 @@ def total(typing, v):
 
 @intrinsic
 def totals(typing, a, b, c, d):
-    """The sums over the lanes of each, by halves: four lanes."""
+    """Four lanes: the sum over the lanes of each argument, by halves."""
 
     def generate(context, builder, signature, args):
-        def halves(v, w, count):  # of every `count` lanes in a row, the sum of both halves; `w` may be none
+        def halves(v, w, count):  # adds the two halves of each group of `count` lanes; `w` may be None
             lanes = range(v.type.count if w is None else 2 * v.type.count)
             w = ir.Constant(v.type, ir.Undefined) if w is None else w
             orders = [i for i in lanes if i % count < count // 2], [i for i in lanes if i % count >= count // 2]
@@ -262,7 +265,7 @@ def totals(typing, a, b, c, d):
     return Lanes(a.dtype, 4)(a, b, c, d), generate
 
 
-# ---- operators: of lanes with lanes or a number, which becomes one of their kind; every result is rounded ----------------------
+# ---- operators of lanes with lanes or with a number, which is converted to their type; every result is rounded ------------------
 
 
 class _Alike(AbstractTemplate):
@@ -282,7 +285,7 @@ class _Truth(_Alike):
 
 
 def _operator(function: Callable, template: type, real: str, whole: str, sign: str | None = None) -> None:
-    """`real` and `whole` are LLVM's instructions for either, or the comparison where `sign` says so."""
+    """Lower an operator to LLVM's instruction `real` for floats or `whole` for integers, or to the comparison `sign`."""
 
     def generate(context, builder, signature, args):
         lanes = next(kind for kind in signature.args if isinstance(kind, Lanes))
@@ -330,7 +333,7 @@ def _lanes(builder, x, lanes):
 
 
 def _address(context, builder, count, array_type, array, row, column):
-    """Where the lanes begin, and how that is aligned."""
+    """The address of the first lane, and its alignment."""
     x = context.make_array(array_type)(context, builder, array)
     width = cgutils.unpack_tuple(builder, x.shape)[1]
     lanes = ir.VectorType(x.data.type.pointee, count)
@@ -339,7 +342,7 @@ def _address(context, builder, count, array_type, array, row, column):
 
 
 def _load_below(builder, left, pointer, align):
-    """Lanes that come before `left`, the others zero."""
+    """Load the first `left` lanes; the others are zero."""
     lanes = pointer.type.pointee
     inside = _below(builder, left, lanes.count)
     kind = ir.FunctionType(lanes, [pointer.type, ir.IntType(32), inside.type, lanes])
@@ -348,7 +351,7 @@ def _load_below(builder, left, pointer, align):
 
 
 def _below(builder, left, count):
-    """Which lanes come before `left`."""
+    """A mask of the first `left` lanes."""
     long = ir.VectorType(left.type, count)
     return builder.icmp_signed("<", ir.Constant(long, list(range(count))), _spread(builder, left, long))
 

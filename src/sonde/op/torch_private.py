@@ -1,16 +1,15 @@
-"""Every private name of torch that we use, each with what is done where it is missing.
+"""Every private name of torch that we use, and what happens where it is missing.
 
-A release of torch that moves one of them breaks no import and changes no bit of a result. Nearly all have a public way that serves
-in their place and takes longer. Where there is none, a call that needs the name raises ``NotImplementedError`` and says which it
-is, or does what is said here:
+If a release of torch moves one of them, no import breaks and no bit of a result changes. Nearly all have a slower public
+substitute. Where there is none, a call that needs the name raises ``NotImplementedError`` and names it, or behaves as said here:
 
 - ``torch.func`` inside of ``torch.compile`` needs ``enable_single_level_autograd_function``,
 - ``torch.func.functionalize`` needs ``peek_interpreter_stack``,
 - an index of points inside of ``torch.vmap`` needs ``maybe_get_level``,
-- a stale index of points gives NaN in place of an error without ``_len_torch_dispatch_stack``, as it does on GPUs,
-- commands that plan for a device that is not there need ``FakeTensorMode``.
+- without ``_len_torch_dispatch_stack`` a stale index of points gives NaN instead of an error, as it does on GPUs,
+- commands that plan for an absent device need ``FakeTensorMode``.
 
-``missing()`` has those that this torch does not know, with what is done without them; ``sonde doctor`` prints it.
+``missing()`` lists the names that this torch lacks, with their consequences; ``sonde doctor`` prints it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-MISSING: dict[str, str] = {}  # name: what is done without it
+MISSING: dict[str, str] = {}  # name: the consequence
 
 
 def _find(path: str, without: str, instead: Any = None) -> Any:
     try:
         with suppress(ImportError):
-            import_module(f"torch.{path.rpartition('.')[0]}")  # a submodule is no attribute until somebody imports it
+            import_module(f"torch.{path.rpartition('.')[0]}")  # a submodule is no attribute of its package until it is imported
         return attrgetter(path)(torch)
     except AttributeError:
         MISSING[f"torch.{path}"] = without
@@ -42,7 +41,7 @@ def _find(path: str, without: str, instead: Any = None) -> Any:
 
 _UNSEEN = "every call goes through torch's dispatcher, since nobody can tell whether it is observed"
 
-# who may observe a call
+# what may observe a call
 _dispatch_modes = _find("_C._len_torch_dispatch_stack", f"{_UNSEEN}; a stale index of points gives NaN, not an error")
 _function_modes = _find("_C._len_torch_function_stack", _UNSEEN)
 _profiling = _find("autograd._profiler_enabled", _UNSEEN)
@@ -56,7 +55,7 @@ _CAN_SEE = not MISSING
 _function_mode_at = _find("_C._get_function_stack_at", "calls under torch.device(...) go through torch's dispatcher")
 _device_context = _find("utils._device.DeviceContext", "calls under torch.device(...) go through torch's dispatcher")
 
-# of functorch
+# functorch
 _innermost = _find("_C._functorch.peek_interpreter_stack", "torch.func.functionalize is refused")
 _functionalize = _find("_C._functorch.TransformType.Functionalize", "the transform is asked for its name")
 _single_level = _find("autograd.function._SingleLevelFunction", "a function is applied without its own apply")
@@ -71,7 +70,7 @@ _clear_transforms = _find(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", "hashes of points are made inside of transforms"
 )
 
-# shorter ways
+# faster than the public way
 deterministic: Callable[[], bool] = _find(
     "_C._get_deterministic_algorithms", "a slower question is asked", torch.are_deterministic_algorithms_enabled
 )
@@ -83,6 +82,7 @@ _is_zero = _find("Tensor._is_zerotensor", "tensors of zeros without memory are k
 _version_of = _find("Tensor._version", "whether points were written is seen in their hash alone")
 _empty_strided_cpu = _find("_C._dynamo.guards._empty_strided_cpu", "results take longer to allocate")
 _empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", "results take longer to allocate")
+_raw_stream = torch.backends.cuda.is_built() and _find("_C._cuda_getCurrentRawStream", "a shared pool takes longer to allocate")
 _below_autograd = _find("_C._AutoDispatchBelowAutograd", "operators call each other once more")
 
 
@@ -101,27 +101,27 @@ def observed() -> bool:
 
 
 def dispatch_modes() -> bool:
-    """True under a dispatch mode; also where nobody can tell."""
+    """True under a dispatch mode, or if that cannot be known."""
     return _dispatch_modes is None or _dispatch_modes() > 0
 
 
 def forward_mode(args: Sequence) -> bool:
-    """True inside of a ``forward_ad.dual_level``; where nobody can tell, if one of `args` has a tangent."""
+    """True inside a ``forward_ad.dual_level``; if that cannot be known, True if one of `args` has a tangent."""
     if _level is not None:
         return forward_ad._current_level >= 0
     try:
         return any(map(has_tangent, args))
-    except RuntimeError:  # torch.vmap maps one, and tangents of those are not to be had
+    except RuntimeError:  # torch.vmap maps one of them, and mapped tensors do not tell their tangents
         return False
 
 
 def is_pre_dispatch() -> bool:
-    """True while a trace is made above autograd, as ``torch.export`` does."""
+    """True while tracing above autograd, as ``torch.export`` does."""
     return _included is not None and _pre_dispatch_key is not None and _included(_pre_dispatch_key)
 
 
 def _only_default_devices() -> bool:
-    """True if every function mode is a ``torch.device(...)`` context, which looks at the making of new tensors only."""
+    """True if every function mode is a ``torch.device(...)`` context, which only affects the creation of tensors."""
     if _function_mode_at is None or _device_context is None:
         return False
     return all(isinstance(_function_mode_at(i), _device_context) for i in range(_function_modes()))
@@ -143,7 +143,7 @@ def functionalizing() -> bool:
 
 
 def refusing_functionalize(apply: Callable) -> Callable:
-    """``apply`` under torch.func, where :func:`functionalizing` may be unable to tell that it has no rule."""
+    """``apply`` with a clear error under ``functionalize``, in case :func:`functionalizing` could not detect it."""
     if _innermost is not None:
         return apply
 
@@ -162,17 +162,17 @@ def refusing_functionalize(apply: Callable) -> Callable:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """True inside of a torch.func transform that has this tensor in hand."""
+    """True for a tensor that a torch.func transform has wrapped."""
     return torch.func.debug_unwrap(x) is not x if _is_wrapped is None else _is_wrapped(x)
 
 
 def is_batched(x: Tensor) -> bool:
-    """True where ``torch.vmap`` maps this tensor."""
+    """True for a tensor that ``torch.vmap`` maps."""
     return torch.func.debug_unwrap(x, recurse=False).ndim > x.ndim if _is_batched is None else _is_batched(x)
 
 
 def unwrapped(x: Tensor) -> tuple[Tensor, set[int]]:
-    """The tensor that transforms have wrapped, and the levels of ``torch.vmap`` that map it."""
+    """The tensor inside all wrappers of transforms, and the levels of ``torch.vmap`` that map it."""
     levels: set[int] = set()
     while is_wrapped(x):
         if is_batched(x):
@@ -187,7 +187,7 @@ def unwrapped(x: Tensor) -> tuple[Tensor, set[int]]:
 
 
 def outside_of_transforms(function: Callable[..., Any], *args: Tensor) -> Any:
-    """``function(*args)`` of tensors that no transform has wrapped, and the result is not either."""
+    """``function(*args)`` with transforms suspended: neither the tensors nor the result are wrapped."""
     if _clear_transforms is None:
         found = function(*args)
         return unwrapped(found)[0] if isinstance(found, Tensor) else found
@@ -204,7 +204,7 @@ def _fake(name: str, without: str) -> Any:
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for a tensor of a trace, which has no memory; without their module there are none."""
+    """True for a fake tensor, which has no memory. There are none until their module is imported."""
     if type(x) is Tensor or f"torch.{_FAKE}" not in sys.modules:
         return False
     kind = _fake_tensor()
@@ -220,44 +220,44 @@ def _fake_tensor_mode() -> Any:
 
 
 def fake_mode() -> Any:
-    """A context in which tensors take no memory, if there is one."""
+    """A context in which new tensors are fake; without FakeTensorMode, one that does nothing."""
     kind = _fake_tensor_mode()
     return nullcontext() if kind is None else kind()
 
 
 def missing() -> dict[str, str]:
-    """Those that this torch does not know, with what is done without them."""
-    _fake_tensor(), _fake_tensor_mode()  # which nobody may have asked for
+    """The names that this torch lacks, with their consequences."""
+    _fake_tensor(), _fake_tensor_mode()  # they are looked up lazily
     return MISSING
 
 
 def has_tangent(x: Any) -> bool:
-    """True if `x` is a dual tensor; graphs enter forward mode without Python's noticing."""
+    """True if `x` is a dual tensor. Needed because graphs may enter forward mode without any call in Python."""
     if not isinstance(x, Tensor):
         return False
     return (forward_ad.unpack_dual(x, level=0) if _unpack_dual is None else _unpack_dual(x, level=0))[1] is not None
 
 
 def _is_zero_by_address(x: Tensor) -> bool:
-    """The public way: only these have elements, a device that could hold them, and no address."""
+    """The public substitute: only a tensor of zeros has elements, a real device, and no address."""
     if (type(x) is not Tensor and type(x) is not torch.nn.Parameter) or x.layout is not torch.strided or x.is_nested:
         return False
     try:
         return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
-    except RuntimeError:  # one that a transform has wrapped
+    except RuntimeError:  # a tensor that a transform has wrapped
         return False
 
 
-is_zero: Callable[[Tensor], bool] = _is_zero or _is_zero_by_address  # a tensor of zeros without memory, which forward mode makes
+is_zero: Callable[[Tensor], bool] = _is_zero or _is_zero_by_address  # forward mode makes tensors of zeros without memory
 
 
 def version(x: Tensor) -> int:
-    """How often `x` was written, as far as anybody counts: −1 where nobody does."""
+    """The version counter of `x`, which counts writes; −1 if it has none."""
     return -1 if _version_of is None or x.is_inference() else x._version
 
 
 def storage_owners(storage: torch.UntypedStorage) -> int:
-    """How many C++ objects have it; only where ``CAN_COUNT_OWNERS``."""
+    """The number of C++ owners of a storage; only call it if ``CAN_COUNT_OWNERS``."""
     return _storage_use_count(storage._cdata)
 
 
@@ -266,12 +266,18 @@ CAN_SKIP_AUTOGRAD = _below_autograd is not None
 
 
 def below_autograd() -> Any:
-    """A context in which operators are dispatched as if autograd were done with them."""
+    """A context in which the dispatcher skips autograd."""
     return _below_autograd() if CAN_SKIP_AUTOGRAD else torch.no_grad()
 
 
+def current_stream(device: int) -> int:
+    """The address of torch's current stream on this device; 0 is the default stream."""
+    found: int = _raw_stream(device) if _raw_stream else torch.cuda.current_stream(device).cuda_stream
+    return found
+
+
 def one_level(function: type[torch.autograd.Function]) -> Callable:
-    """``function.apply`` for where torch.func calls us through the dispatcher: it wants the level that it has in hand recorded."""
+    """``function.apply`` for calls from torch.func through the dispatcher: it must record one level of transforms only."""
     if _in_single_level is None:
         name = function.__name__
 
@@ -296,10 +302,10 @@ def one_level(function: type[torch.autograd.Function]) -> Callable:
 
 
 def unbound_apply(function: type[torch.autograd.Function]) -> Callable:
-    """``function.apply`` without binding a signature, which costs as much as a launch; no transform may be active."""
+    """``function.apply`` without binding the signature, which costs as much as a launch. No transform may be active."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
 def empty_strided(kind: str) -> Callable | None:
-    """``(size, strides, dtype)`` → an uninitialised tensor, in half the time of ``torch.empty``: what compiled graphs call."""
+    """The allocator of compiled graphs: ``(size, strides, dtype)`` → an uninitialised tensor, in half ``torch.empty``'s time."""
     return {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}.get(kind)

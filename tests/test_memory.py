@@ -1,0 +1,228 @@
+"""``sonde.memory.share_pool``: by stand-ins for CuPy and RMM on any machine, with CuPy itself on a GPU.
+
+Where RMM is not installed its part is tested by a stand-in, with the interface that ``rmm.mr`` documents (26.10).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import sonde
+from sonde import memory
+
+
+class Blocks:
+    """Counts what torch's pool would be asked for."""
+
+    def __init__(self):
+        self.held: dict[int, tuple[int, int, int]] = {}
+        self.freed: list[tuple[int, ...]] = []
+
+    def allocate(self, size, device, stream):
+        self.held[address := 4096 * (len(self.held) + 1)] = size, device, stream
+        return address
+
+    def free(self, address, *streams):
+        del self.held[address]
+        self.freed.append((address, *streams))
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    made = Blocks()
+    monkeypatch.setattr(memory, "_Blocks", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return made
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """CuPy's interface of allocators: one object has the functions, its ``malloc`` is what is set."""
+    state = SimpleNamespace(allocator="its own", stream=7)
+
+    class PythonFunctionAllocator:
+        def __init__(self, malloc, free):
+            self.malloc = lambda size: malloc(size, 0)
+            self.free = lambda address: free(address, 0)
+            state.made = self
+
+    module = ModuleType("cupy")
+    module.cuda = SimpleNamespace(
+        PythonFunctionAllocator=PythonFunctionAllocator,
+        get_allocator=lambda: state.allocator,
+        set_allocator=lambda allocator: setattr(state, "allocator", allocator),
+        get_current_stream=lambda device: SimpleNamespace(ptr=state.stream),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return state
+
+
+@pytest.fixture
+def rmm(monkeypatch):
+    """RMM's: a resource of two functions, streams by CUDA's protocol."""
+    state = SimpleNamespace(resource="its own")
+
+    class CallbackMemoryResource:
+        def __init__(self, allocate_func, deallocate_func):
+            self.allocate, self.deallocate = allocate_func, deallocate_func
+
+    module = ModuleType("rmm")
+    module.mr = SimpleNamespace(
+        CallbackMemoryResource=CallbackMemoryResource,
+        get_current_device_resource=lambda: state.resource,
+        set_current_device_resource=lambda resource: setattr(state, "resource", resource),
+    )
+    monkeypatch.setitem(sys.modules, "rmm", module)
+    return state
+
+
+def test_cupy_allocates_from_the_pool_until_the_end_of_the_block(cupy, blocks):
+    with sonde.memory.share_pool("cupy") as pool:
+        address = cupy.allocator(1000)
+        assert blocks.held == {address: (1000, 0, 7)}
+        assert "allocates from the pool of torch" in repr(pool)
+    assert cupy.allocator == "its own"
+    cupy.stream = 9
+    cupy.made.free(address)  # arrays may live longer
+    assert blocks.freed == [(address, 9)]
+
+
+def test_for_good_and_ended_once(cupy, blocks):
+    pool = sonde.memory.share_pool("cupy")
+    assert cupy.allocator == cupy.made.malloc
+    pool.close()
+    cupy.allocator = "another"
+    pool.close()
+    assert cupy.allocator == "another"
+
+
+def test_rmm_allocates_from_the_pool(rmm, blocks):
+    stream, legacy = (SimpleNamespace(__cuda_stream__=lambda address=address: (0, address)) for address in (64, 1))
+    with sonde.memory.share_pool("rmm"):
+        address = rmm.resource.allocate(10, stream)
+        other = rmm.resource.allocate(20, legacy)
+        assert blocks.held == {address: (10, 0, 64), other: (20, 0, 0)}
+        rmm.resource.deallocate(address, 10, legacy)
+        assert blocks.freed == [(address, 0)]
+    assert rmm.resource == "its own"
+
+
+def test_what_cannot_be_shared_is_refused(monkeypatch, cupy):
+    with pytest.raises(ValueError, match="library must be 'cupy' or 'rmm'; got 'jax'"):
+        sonde.memory.share_pool("jax")
+    monkeypatch.setitem(sys.modules, "rmm", None)
+    with pytest.raises(ValueError, match="rmm is not installed"):
+        sonde.memory.share_pool("rmm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no GPU"):
+        sonde.memory.share_pool("cupy")
+
+
+def test_blocks_wait_for_the_streams_that_use_them(monkeypatch):
+    """Streams are told of a block only where they are not the one that it was made for."""
+    entered, recorded, now = [], [], SimpleNamespace(stream=0)
+    monkeypatch.setattr(memory, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(memory, "_stream", lambda address, device: address)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda block, stream: recorded.append(stream))
+    blocks = memory._Blocks()
+    blocks._device = lambda index: torch.device("cpu")
+    blocks.free(blocks.allocate(100, 0, 0), 0)
+    assert (entered, recorded) == ([], [])
+    address = blocks.allocate(100, 0, 7)  # the library's stream is not torch's
+    assert entered == [7]
+    blocks.free(address, 7)
+    assert recorded == [0]
+    address, now.stream = blocks.allocate(100, 0, 0), 5
+    blocks.free(address, 9)
+    assert sorted(recorded[1:]) == [5, 9]
+    blocks.free(blocks.allocate(0, 0, 0), 0)
+    assert not blocks._held
+
+
+@pytest.mark.gpu
+def test_both_libraries_have_one_pool():
+    """What CuPy has is counted by torch, and torch gets what CuPy has freed."""
+    cupy = pytest.importorskip("cupy")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with sonde.memory.share_pool("cupy"):
+        array = cupy.zeros(1 << 24, dtype=cupy.uint8)
+        assert torch.cuda.memory_allocated() - before == 1 << 24
+        address = array.data.ptr
+        del array
+        assert torch.cuda.memory_allocated() == before
+        assert torch.empty(1 << 24, dtype=torch.uint8, device="cuda").data_ptr() == address
+    assert cupy.zeros(10).sum() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
+    """CuPy frees an array that a late kernel on torch's stream still reads. Were the pool not told, the next would overwrite it."""
+    cupy = pytest.importorskip("cupy")
+    if not told:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    work, side = torch.randn(6144, 6144, device="cuda"), torch.cuda.Stream()
+    work @ work
+    torch.cuda.synchronize()
+    with sonde.memory.share_pool("cupy"):
+        array = cupy.ones(1 << 22, dtype=cupy.float32)
+        seen = torch.from_dlpack(array)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(40):
+                work @ work
+            copy = seen.clone()
+            del array, seen  # freed while the copy waits for its turn
+        other = cupy.full(1 << 22, 2, dtype=cupy.float32)
+        torch.cuda.synchronize()
+        assert bool((copy == 1).all()) is told
+        assert float(other[0]) == 2
+
+
+@pytest.mark.gpu
+def test_rmm_itself():
+    """Its buffers are counted by torch, and torch gets what they leave."""
+    rmm = pytest.importorskip("rmm")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with sonde.memory.share_pool("rmm"):
+        buffer = rmm.DeviceBuffer(size=1 << 24)
+        assert torch.cuda.memory_allocated() - before == 1 << 24
+        address = buffer.ptr
+        del buffer
+        assert torch.cuda.memory_allocated() == before
+        assert torch.empty(1 << 24, dtype=torch.uint8, device="cuda").data_ptr() == address
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, told):
+    """As with CuPy: a late kernel on torch's stream reads what RMM has freed on its own."""
+    rmm = pytest.importorskip("rmm")
+    if not told:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    work, side = torch.randn(6144, 6144, device="cuda"), torch.cuda.Stream()
+    work @ work
+    torch.cuda.synchronize()
+    with sonde.memory.share_pool("rmm"):
+        buffer = rmm.DeviceBuffer(size=1 << 24)
+        seen = torch.as_tensor(buffer, device="cuda").view(torch.uint8)
+        seen.fill_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(40):
+                work @ work
+            copy = seen.clone()
+            del buffer, seen
+        other = rmm.DeviceBuffer(size=1 << 24)
+        torch.as_tensor(other, device="cuda").view(torch.uint8).fill_(2)
+        torch.cuda.synchronize()
+        assert bool((copy == 1).all()) is told
