@@ -1,6 +1,6 @@
 """The names that users see as ``sonde.<name>``."""
 
-from . import compat, grid, jit, nn, points
+from . import compat, grid, jit, nn, points, power
 from .grid import *  # noqa: F403
 from .jit import Unsupported
 from .op.checks import refuse_scripting
@@ -10,6 +10,6 @@ from .points import *  # noqa: F403
 
 refuse_scripting(*(operator.public for operator in OPERATORS.values()))
 
-__all__ = ["Determinism", "Plan", "Unsupported", "compat", "explain", "grid", "jit", "nn", "points"]
+__all__ = ["Determinism", "Plan", "Unsupported", "compat", "explain", "grid", "jit", "nn", "points", "power"]
 __all__ += grid.__all__
 __all__ += points.__all__

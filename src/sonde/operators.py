@@ -50,6 +50,11 @@ class Operator:
     results: tuple[str, ...] = ("out",)
     graded: str = "out"  # the one with a gradient, if any
     keeps_layout: bool = False  # a channels-last input gives a channels-last result
+    any_rank: bool = False  # it takes tensors with any number of leading dimensions
+    alone: bool = False  # it has one tensor, whose sizes no other fixes
+    linear: bool = False  # its gradients do not depend on its arguments
+    by_torch: bool = False  # on CPUs torch computes it, with threads that a forked process lacks
+    rounded: bool = False  # in half precision, terms are rounded before they are added, since that is what matrix units multiply
     broadcasts: bool = False  # a batch of one serves any other
     sees_everything: bool = False  # nothing is too far away
     sizes_from_data: bool = False  # how large results are depends on values
@@ -286,6 +291,7 @@ _SEARCH: dict[str, Any] = dict(
     checked=2**15,
 )
 _LISTS = dict(_SEARCH, graded="distances", registered_like="knn_aggregate", computes_like="knn_aggregate")
+_POWER: dict[str, Any] = dict(family="power", atomic=False, by_torch=True, in_full=("odd_sizes",))
 
 _ALL = (
     Operator("sample_sum", **_EPIPOLAR, queries=dict(samples=1, weights=2), factors=("weights", -1), interpreted=True),
@@ -344,6 +350,28 @@ _ALL = (
         summed=("sigma",),
         registered_like="knn_aggregate",
         interpreted_cases=(*EDGES, "sigma_of_rows"),  # a second for each
+    ),
+    Operator(
+        "copy",
+        **_POWER,
+        letters=dict(Q="M", C="N"),
+        any_rank=True,
+        alone=True,
+        linear=True,
+        queries=dict(x=-2),
+        result=-2,
+        typical="contiguous",
+        on_cpu=dict(M=1024, N=1024),
+    ),
+    Operator(
+        "mm",
+        **_POWER,
+        letters=dict(Q="M", C="K", D="N"),
+        converts=True,
+        queries=dict(a=-2),
+        result=-2,
+        typical="square_1024",
+        on_cpu=dict(M=512, N=512),
     ),
     Operator(
         "point_index",

@@ -64,6 +64,7 @@ class Launch(NamedTuple):
     num_stages: int = 3
     fp_fusion: bool = True  # whether a product and a sum may become one operation, which rounds once
     registers: int | None = None  # of a thread; on NVIDIA's devices, whose compiler may spill a few to have room for more programs
+    descriptors: tuple[tuple[int, tuple[int, ...]], ...] = ()  # tensors by position that go as descriptors of blocks of this shape
 
     def options(self, backend: str) -> dict[str, Any]:
         """What the compiler is told beside the arguments."""
