@@ -64,6 +64,7 @@ class Operator:
     letters: Mapping[str, str] = field(default_factory=dict)  # how it calls what others call Q, C and D
     fixed: tuple[str, ...] = ()  # sizes that a graph holds fixed
     integers: tuple[str, ...] = ()  # sizes that come as integers and not with a tensor: to an export they are constants
+    as_given: tuple[str, ...] = ()  # sizes that random tests leave as the case has them, since others follow from them
     least: Mapping[str, int] = field(default_factory=dict)  # the smallest that a size may be, where that is not 0
 
     # -- cases
@@ -186,7 +187,14 @@ class Operator:
     @property
     def defined(self) -> Callable[..., Any]:
         """The reference without the registration around it, where their results are the same."""
-        return self.reference if self.searched else lambda *args: self.definition(*self.registered(*args))
+        if self.searched:
+            return self.reference
+
+        def of_definition(*args: Any) -> Any:
+            out = self.definition(*self.registered(*args))
+            return out[0] if len(self.results) == 1 and isinstance(out, tuple) else out  # without what is only saved
+
+        return of_definition
 
     def written(self, args: Sequence[Any], impl: str) -> tuple[Callable[..., Any], Sequence[Any]]:
         """The same call as a user writes it, to be timed: the public function with options by keyword, and the other arguments."""
@@ -372,6 +380,49 @@ _ALL = (
         result=-2,
         typical="square_1024",
         on_cpu=dict(M=512, N=512),
+    ),
+    Operator(
+        "sympow",
+        **_POWER,
+        letters=dict(Q="B", C="n", D="T"),
+        fixed=("n", "T", "power"),
+        as_given=("n", "T", "power"),
+        least=dict(n=1, T=1, power=1),
+        converts=True,
+        any_rank=True,
+        alone=True,
+        queries=dict(x=-2),
+        result=-2,
+        typical="d64_p2",
+        on_cpu=dict(B=2048),
+    ),
+    Operator(
+        "sympow_mm",
+        **_POWER,
+        letters=dict(Q="R", C="n", D="T"),
+        fixed=("n", "T", "power"),
+        as_given=("n", "T", "power"),
+        least=dict(n=1, T=1, power=1),
+        converts=True,
+        rounded=True,
+        queries=dict(a=0, b=0, accumulate=0),
+        result=0,
+        typical="query_d64",
+        on_cpu=dict(B=1),
+    ),
+    Operator(
+        "attention",
+        **_POWER,
+        letters=dict(Q="T", C="d", D="S"),
+        fixed=("d", "groups"),
+        least=dict(heads=1, groups=1, d=1),
+        as_given=("d", "groups"),
+        converts=True,
+        rounded=True,
+        queries=dict(q=0, k=0, v=0),
+        result=0,
+        typical="d64_4k",
+        on_cpu=dict(B=1, heads=2, T=512, S=512),
     ),
     Operator(
         "point_index",

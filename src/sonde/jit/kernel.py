@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     """``kernel[grid](*tensors, *sizes, *constants, num_warps=…)``; the kernel's sizes are declared ``do_not_specialize``."""
 
     grid: tuple[int, int, int]
-    sizes: tuple[int, ...]
+    sizes: tuple[float, ...]
     constants: tuple[Any, ...]
     num_warps: int = 4
     num_stages: int = 3

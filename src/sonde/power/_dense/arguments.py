@@ -53,3 +53,12 @@ def unbatched(x: Tensor, leading: Sequence[int]) -> Tensor:
 def tf32() -> bool:
     """Whether float32 operands of a product may be rounded to tf32: torch's own switch, which is off unless a user asks."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def number(name: str, argument: str, value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {argument} must be a number; got {checks.kind(value)}")
+    if not abs(value) < float("inf"):
+        raise ValueError(f"{name}: {argument} must be finite; got {value}")
+    return float(value)

@@ -61,9 +61,13 @@ def common_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float32 if found == torch.bfloat16 and interpreting() else found
 
 
-def unit(stride: int) -> int:
-    """The largest power of two up to 16 that divides a stride; 0 for a stride of 1."""
-    return 0 if stride == 1 else vector_of(16, stride)
+def units(x: Slab | None) -> tuple[int, int]:
+    """Of rows and columns the largest powers of two up to 16 that divide their strides and the batch's; 0 for a stride of 1."""
+    if x is None:
+        return 16, 16
+    batch = x.strides[0] if x.shape[0] > 1 else 0
+    row, column = (0 if stride == 1 else vector_of(16, stride, batch) for stride in x.strides[1:])
+    return row, column
 
 
 def product(p: Pass, a: Slab, b: Slab, out: str, dtype: torch.dtype, tf32: bool, writes: str) -> str:
@@ -76,7 +80,7 @@ def product(p: Pass, a: Slab, b: Slab, out: str, dtype: torch.dtype, tf32: bool,
     described = described and N % 8 == 0 and described_in_memory(a) and described_in_memory(b) and has_descriptors(p.device)
     problem = Problem(
         B, M, N, K, a.strides, b.strides,  # type: ignore[arg-type]
-        (*map(unit, (*a.strides[1:], *b.strides[1:])), *(vector_of(16, n) for n in (M, N, K))),
+        (*units(a), *units(b), *(vector_of(16, n) for n in (M, N, K))),
         common, wide, "tf32" if tf32 and common == torch.float32 else "ieee",
         FORCE_INT64 or max(a.extent, b.extent, M * N) >= 2**31, (a.turned, b.turned), described,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def default_config(p: Problem) -> Config:
             return Config(64, 32, 16, 8, 4, 3)
         return Config(64, 128, 32, 8, 4, 3)
     if any(0 < unit < 8 for unit in p.units[:4]):  # numbers come one by one
-        return Config(64, 64, 32, 8, 4, 2)
+        return Config(64, 32, 64, 8, 4, 4)
     small = min(p.M, p.N) <= 64 or p.B * cdiv(p.M, 128) * cdiv(p.N, 128) < 128
     if small:
         return Config(64, 64, 64, 8, 4, 3)
@@ -64,10 +64,8 @@ def candidate_configs(p: Problem) -> list[Config]:
     plain = [(128, 128, 32, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (64, 64, 64, 4, 4),
              (32, 64, 64, 4, 4), (64, 32, 64, 4, 4), (16, 128, 64, 4, 4), (128, 256, 64, 8, 3)]  # fmt: skip
     described = [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4)]
-    found = [Config(m, n, k, 8, w, s) for m, n, k, w, s in plain]
-    if p.described:
-        found += [Config(m, n, k, 8, w, s, True) for m, n, k, w, s in described]
-    return [first, *found]
+    found = [Config(m, n, k, 8, w, s, True) for m, n, k, w, s in described] if p.described else []
+    return [first, *found, *(Config(m, n, k, 8, w, s) for m, n, k, w, s in plain)]
 
 
 def fits(p: Problem, config: Config) -> bool:

@@ -9,7 +9,10 @@ import triton.language as tl
 @triton.jit
 def multiple(n, UNIT: tl.constexpr):
     """`n`, which UNIT divides, so that the compiler knows it, too: then loads and masks are as wide as memory allows."""
-    return n // UNIT * UNIT
+    if UNIT <= 1:
+        return n
+    else:
+        return n // UNIT * UNIT
 
 
 @triton.jit

@@ -33,10 +33,13 @@ class Config(NamedTuple):
 def default_config(p: Problem) -> Config:
     if p.units[2] == 0:  # both ways: a square
         return Config(64, 64, 4)
-    return Config(1, 2048, 4) if p.N >= 1024 or p.M == 1 else Config(16, 128, 4)
+    return Config(1, 2048, 4) if p.N >= 1024 or p.M == 1 else Config(64, 64, 4)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
+    if p.M == 1:
+        rows = [(2048, 4), (4096, 8), (4096, 4), (8192, 8), (8192, 4), (16384, 8), (2048, 8), (1024, 4)]
+        return [Config(1, *row) for row in rows]
     shapes = [(64, 64, 4), (32, 64, 4), (64, 32, 4), (128, 64, 8), (64, 128, 8), (32, 32, 2), (1, 2048, 4), (1, 1024, 4),
               (1, 4096, 4), (1, 8192, 8), (16, 128, 4), (32, 128, 4), (64, 64, 8), (16, 64, 4), (128, 128, 8)]  # fmt: skip
     return [default_config(p), *(Config(*shape) for shape in shapes)]
