@@ -59,7 +59,7 @@ def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
     name = choose.choice(list(found.cases.SMALL))
     sizes = dict(found.cases.SMALL[name])
     few = target.interpreted
-    fixed = {"dims", "seed", "grids", "inputs"} | ({"cams", "L"} if "levels" in sizes else set())
+    fixed = {"dims", "seed", "grids", "inputs"} | ({"cams", "L"} if "levels" in sizes else set()) | {*found.as_given}
     for key, value in sizes.items():
         if isinstance(value, int) and not isinstance(value, bool) and key not in fixed and choose.random() < 0.5:
             sizes[key] = max(

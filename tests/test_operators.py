@@ -72,7 +72,8 @@ def test_cases(operator: Operator):
 def test_results(operator: Operator):
     """As many as it says; the one with a gradient has one for every tensor, and no other result has any."""
     args = leaves(operator.make("odd_sizes"))
-    out = operator.public(*args[: operator._parted[0]], impl="reference")
+    plain, options = operator._parted
+    out = operator.public(*args[:plain], **dict(zip(options, args[plain:])), impl="reference")
     outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)[: len(operator.results)]
     assert [o.requires_grad for o in outs] == [name == operator.graded for name in operator.results]
     if operator.graded:

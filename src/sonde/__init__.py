@@ -1,5 +1,6 @@
 """Fused sampling-and-aggregation operators for PyTorch."""
 
+import gc as _gc
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -16,8 +17,14 @@ def _is_command() -> bool:
 
 if _TYPE_CHECKING or not _is_command():
     # at once, because importing sonde must register its operators: a saved graph that contains them needs them before any call
-    from ._public import *  # noqa: F403
-    from ._public import __all__ as __all__
+    _collected = _gc.isenabled()
+    _gc.disable()  # a full collection, which goes through all of torch, would take longer than all that is imported here
+    try:
+        from ._public import *  # noqa: F403
+        from ._public import __all__ as __all__
+    finally:
+        if _collected:
+            _gc.enable()
 else:
 
     def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """The names that users see as ``sonde.<name>``."""
 
-from . import compat, grid, jit, memory, nn, points, testing
+from . import compat, grid, jit, memory, nn, points, power, testing
 from .grid import *  # noqa: F403
 from .jit import Unsupported
 from .op.checks import refuse_scripting
@@ -12,6 +12,6 @@ from .points import *  # noqa: F403
 refuse_scripting(*(operator.public for operator in OPERATORS.values()))
 
 __all__ = ["Determinism", "Plan", "Unsupported", "explain", "operator"]
-__all__ += ["compat", "grid", "jit", "memory", "nn", "points", "testing"]
+__all__ += ["compat", "grid", "jit", "memory", "nn", "points", "power", "testing"]
 __all__ += grid.__all__
 __all__ += points.__all__

@@ -52,6 +52,11 @@ class Operator:
     results: tuple[str, ...] = ("out",)
     graded: str = "out"  # the one with a gradient, if any
     keeps_layout: bool = False  # a channels-last input gives a channels-last result
+    any_rank: bool = False  # it takes tensors with any number of leading dimensions
+    alone: bool = False  # it has one tensor, whose sizes no other fixes
+    linear: bool = False  # its gradients do not depend on its arguments
+    by_torch: bool = False  # on CPUs torch computes it, with threads that a forked process lacks
+    rounded: bool = False  # in half precision, terms are rounded before they are added, since that is what matrix units multiply
     broadcasts: bool = False  # a batch of one serves any other
     sees_everything: bool = False  # no point is too far away to count
     sizes_from_data: bool = False  # the sizes of the results depend on values
@@ -61,6 +66,7 @@ class Operator:
     letters: Mapping[str, str] = field(default_factory=dict)  # its own names for the sizes Q, C and D
     fixed: tuple[str, ...] = ()  # sizes that are static in a compiled graph
     integers: tuple[str, ...] = ()  # sizes passed as integers, not read from a tensor: constants in an export
+    as_given: tuple[str, ...] = ()  # sizes that random tests leave as the case has them, since others follow from them
     least: Mapping[str, int] = field(default_factory=dict)  # the smallest value of a size, where that is not 0
 
     # -- cases
@@ -295,6 +301,7 @@ _SEARCH: dict[str, Any] = dict(
     checked=2**15,
 )
 _LISTS = dict(_SEARCH, graded="distances", registered_like="knn_aggregate", computes_like="knn_aggregate")
+_POWER: dict[str, Any] = dict(family="power", atomic=False, by_torch=True, in_full=("odd_sizes",))
 
 _ALL = (
     Operator("sample_sum", **_EPIPOLAR, queries=dict(samples=1, weights=2), factors=("weights", -1), interpreted=True),
@@ -362,6 +369,71 @@ _ALL = (
         summed=("sigma",),
         registered_like="knn_aggregate",
         interpreted_cases=(*EDGES, "sigma_of_rows"),  # a second for each
+    ),
+    Operator(
+        "copy",
+        **_POWER,
+        letters=dict(Q="M", C="N"),
+        any_rank=True,
+        alone=True,
+        linear=True,
+        queries=dict(x=-2),
+        result=-2,
+        typical="contiguous",
+        on_cpu=dict(M=1024, N=1024),
+    ),
+    Operator(
+        "mm",
+        **_POWER,
+        letters=dict(Q="M", C="K", D="N"),
+        converts=True,
+        queries=dict(a=-2),
+        result=-2,
+        typical="square_1024",
+        on_cpu=dict(M=512, N=512),
+    ),
+    Operator(
+        "sympow",
+        **_POWER,
+        letters=dict(Q="B", C="n", D="T"),
+        fixed=("n", "T", "power"),
+        as_given=("n", "T", "power"),
+        least=dict(n=1, T=1, power=1),
+        converts=True,
+        any_rank=True,
+        alone=True,
+        queries=dict(x=-2),
+        result=-2,
+        typical="d64_p2",
+        on_cpu=dict(B=2048),
+    ),
+    Operator(
+        "sympow_mm",
+        **_POWER,
+        letters=dict(Q="R", C="n", D="T"),
+        fixed=("n", "T", "power"),
+        as_given=("n", "T", "power"),
+        least=dict(n=1, T=1, power=1),
+        converts=True,
+        rounded=True,
+        queries=dict(a=0, b=0, accumulate=0),
+        result=0,
+        typical="query_d64",
+        on_cpu=dict(B=1),
+    ),
+    Operator(
+        "attention",
+        **_POWER,
+        letters=dict(Q="T", C="d", D="S"),
+        fixed=("d", "groups"),
+        least=dict(heads=1, groups=1, d=1),
+        as_given=("d", "groups"),
+        converts=True,
+        rounded=True,
+        queries=dict(q=0, k=0, v=0),
+        result=0,
+        typical="d64_4k",
+        on_cpu=dict(B=1, heads=2, T=512, S=512),
     ),
     Operator(
         "point_index",

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_threads_may_change_between_passes(name):
         out = operator.call("numba")(*args)
         torch.set_num_threads(after)
         found.append([out, *torch.autograd.grad(out, wanted, cotangents([out]))])
-    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others))
+    # torch's own products sum in an order that depends on the threads
+    same = partial(torch.allclose, atol=1e-4) if operator.by_torch else torch.equal
+    assert all(same(a, b) for others in found[1:] for a, b in zip(found[0], others))
 
 
 @pytest.mark.parametrize("name", MANY)

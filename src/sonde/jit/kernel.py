@@ -58,12 +58,13 @@ class Launch(NamedTuple):
     """``kernel[grid](*tensors, *sizes, *constants, num_warps=…)``; the kernel's sizes are declared ``do_not_specialize``."""
 
     grid: tuple[int, int, int]
-    sizes: tuple[int, ...]
+    sizes: tuple[float, ...]
     constants: tuple[Any, ...]
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = True  # whether the compiler may contract a multiply and an add into one FMA, which rounds once
     registers: int | None = None  # limit per thread, NVIDIA only: spilling a few registers can raise occupancy
+    descriptors: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by position: tensors passed as descriptors of blocks of this shape
 
     def options(self, backend: str) -> dict[str, Any]:
         """The options passed to Triton's compiler."""

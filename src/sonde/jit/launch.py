@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +32,40 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
     The machine code depends on dtypes, alignment, constants and on which sizes need 64 bits, so these are the cache key. The
     first tensor must not be None. A bound launch takes a third of the time of ``kernel[grid]``.
     """
+    if not launch.descriptors:
+        return _bind(kernel, tensors, launch, tensors)
+    described = partial(_described, blocks=dict(launch.descriptors))
+    run = _bind(kernel, tensors, launch, described(tensors))
+    return lambda *tensors: run(*described(tensors))
+
+
+def _described(tensors: Sequence[Tensor | None], blocks: dict[int, tuple[int, ...]]) -> list[Any]:
+    """The tensors, some as descriptors, through which hardware reads and writes whole blocks of them."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # which older Tritons lack
+
+    return [TensorDescriptor.from_tensor(t, list(blocks[i])) if i in blocks else t for i, t in enumerate(tensors)]
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_descriptors(device: torch.device) -> bool:
+    """Whether this device reads blocks of tensors through descriptors in hardware: NVIDIA's from compute capability 9.0 on."""
+    if find_spec("triton.tools.tensor_descriptor") is None or interpreting():
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    try:
+        target = driver.active.get_current_target()  # of a process that only compiles
+    except RuntimeError:  # there is no driver
+        return False
+    return target.backend == "cuda" and int(target.arch) >= 90
+
+
+def _bind(kernel, tensors: Sequence[Tensor | None], launch: Launch, given: Sequence[Any]) -> Callable[..., None]:
+    """`given` are the tensors as the kernel gets them."""
     grid, sizes, constants, *how = launch
     if not (grid[0] and grid[1] and grid[2]):
         return lambda *tensors: None
@@ -48,7 +84,7 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
             name = f"{name} {kernel.cache_key}"
         compiled = release.find(kernel, name)
         if compiled is None:
-            compiled = kernel.warmup(*tensors, *sizes, *constants, grid=grid, **launch.options(target.backend))
+            compiled = kernel.warmup(*given, *sizes, *constants, grid=grid, **launch.options(target.backend))
         release.note(name, compiled)
         found = _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
     run, function, metadata = found

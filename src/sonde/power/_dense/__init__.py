@@ -1,0 +1,1 @@
+"""Products of dense matrices, for the operators that are made of them."""

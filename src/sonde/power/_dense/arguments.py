@@ -1,0 +1,64 @@
+"""Leading dimensions: users may have any number of them, kernels see one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...op import checks
+
+
+def matrices(name: str, least: int = 2, **operands: Any) -> tuple[tuple[int, ...], list[Tensor]]:
+    """The leading dimensions that these tensors share, and each tensor with one batch in their place.
+
+    `least` dimensions are not leading ones. A tensor whose leading dimensions cannot be viewed as one is copied.
+    """
+    (first, x), *others = operands.items()
+    for argument, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor; got {type(tensor).__name__}")
+        checks.dense(name, argument, tensor)
+        if tensor.ndim < least:
+            raise ValueError(f"{name}: {argument} must have at least {least} dimensions; got {tensor.ndim}: {list(tensor.shape)}")
+    for argument, tensor in others:
+        if tensor.ndim != x.ndim:
+            raise ValueError(
+                f"{name}: {first} and {argument} must have equally many dimensions; "
+                f"got {x.ndim}: {list(x.shape)} and {tensor.ndim}: {list(tensor.shape)}"
+            )
+        if tensor.shape[:-least] != x.shape[:-least]:
+            B = [prod(t.shape[:-least]) for t in (x, tensor)]
+            raise ValueError(
+                f"{name}: {argument} must be {list(x.shape[:-least])} in its leading dimensions, as {first} is (B={B[0]}); "
+                f"got {list(tensor.shape)} (B={B[1]}). Use expand, which copies nothing"
+            )
+    return tuple(x.shape[:-least]), [batched(tensor, least) for tensor in operands.values()]
+
+
+def batched(x: Tensor, least: int = 2) -> Tensor:
+    """With one dimension in place of all but the last `least`."""
+    leading = x.ndim - least
+    return x if leading == 1 else x[None] if leading == 0 else x.reshape(prod(x.shape[:leading]), *x.shape[leading:])
+
+
+def unbatched(x: Tensor, leading: Sequence[int]) -> Tensor:
+    """With these dimensions in place of the first."""
+    return x if len(leading) == 1 else x[0] if not leading else x.reshape(*leading, *x.shape[1:])
+
+
+def tf32() -> bool:
+    """Whether float32 operands of a product may be rounded to tf32: torch's own switch, which is off unless a user asks."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def number(name: str, argument: str, value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {argument} must be a number; got {checks.kind(value)}")
+    if not abs(value) < float("inf"):
+        raise ValueError(f"{name}: {argument} must be finite; got {value}")
+    return float(value)

@@ -1,0 +1,89 @@
+"""The problem that one launch of a product solves, and its configurations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...jit.launch import Launch, cdiv
+
+Strides = tuple[int, int, int]  # of batch, row and column
+
+
+class Problem(NamedTuple):
+    """[B, M, K] @ [B, K, N], apart from how."""
+
+    B: int
+    M: int
+    N: int
+    K: int
+    a: Strides
+    b: Strides
+    units: tuple[int, ...]  # what divides the strides of a and b, M, N and K; 0 stands for a stride of 1
+    common: torch.dtype  # in which tiles are multiplied
+    wide: torch.dtype  # in which products are added
+    precision: str
+    far: bool  # offsets need 64 bits
+    turned: tuple[bool, bool]  # operands whose columns lie together, and not their rows
+    described: bool  # they can be read through descriptors
+
+
+class Config(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    num_warps: int
+    num_stages: int
+    described: bool = False  # tiles come through descriptors, and a program takes one tile after the other
+
+
+def default_config(p: Problem) -> Config:
+    if p.common == torch.float64:
+        return Config(32, 32, 16, 8, 4, 2)
+    if p.common == torch.float32:
+        if p.precision == "ieee":
+            return Config(64, 32, 16, 8, 4, 3)
+        return Config(64, 128, 32, 8, 4, 3)
+    if any(0 < unit < 8 for unit in p.units[:4]):  # numbers come one by one
+        return Config(64, 32, 64, 8, 4, 4)
+    small = min(p.M, p.N) <= 64 or p.B * cdiv(p.M, 128) * cdiv(p.N, 128) < 128
+    if small:
+        return Config(64, 64, 64, 8, 4, 3)
+    if p.described:
+        return Config(128, 256, 64, 8, 8, 3, True)
+    return Config(128, 128, 32, 8, 4, 3)
+
+
+def candidate_configs(p: Problem) -> list[Config]:
+    first = default_config(p)
+    if p.common in (torch.float64, torch.float32):
+        shapes = [(64, 64, 16), (32, 64, 16), (64, 32, 32), (128, 64, 16), (32, 32, 16)]
+        return [first, *(Config(m, n, k, 8, 4, 3) for m, n, k in shapes)]
+    plain = [(128, 128, 32, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (64, 64, 64, 4, 4),
+             (32, 64, 64, 4, 4), (64, 32, 64, 4, 4), (16, 128, 64, 4, 4), (128, 256, 64, 8, 3)]  # fmt: skip
+    described = [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4)]
+    found = [Config(m, n, k, 8, w, s, True) for m, n, k, w, s in described] if p.described else []
+    return [first, *found, *(Config(m, n, k, 8, w, s) for m, n, k, w, s in plain)]
+
+
+def fits(p: Problem, config: Config) -> bool:
+    """Descriptors need what `described` says; a tile must be one that the matrix units take."""
+    return (p.described or not config.described) and min(config[:3]) >= 16
+
+
+def blocks(p: Problem, config: Config) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of the three tensors' descriptors, as they lie in memory."""
+    m, n, k = config[:3]
+    a, b = ((k, m) if p.turned[0] else (m, k)), ((n, k) if p.turned[1] else (k, n))
+    return ((0, a), (1, b), (2, (m, n)))
+
+
+def launch_product(p: Problem, config: Config, programs: int, constants: tuple) -> Launch:
+    tiles = cdiv(p.M, config.block_m) * cdiv(p.N, config.block_n)
+    grid = (min(tiles, programs) if config.described else tiles, p.B, 1)
+    described = dict(descriptors=blocks(p, config)) if config.described else {}
+    found = Launch(grid, (p.M, p.N, p.K, *p.a, *p.b), constants, config.num_warps, config.num_stages, **described)  # type: ignore
+    scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]
+    return found._replace(registers=255) if scalar else found  # without a limit of its own, the assembler spills two of 96

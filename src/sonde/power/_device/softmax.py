@@ -1,0 +1,24 @@
+"""The softmax of rows that come in blocks: a running maximum and a running sum, in powers of two."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shift(most):
+    """What to subtract from logits whose maximum this is: finite, also where there is none."""
+    return tl.where(most == -float("inf"), 0, most)
+
+
+@triton.jit
+def add_block(total, norm, most, logits, factor, values, COMMON: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a block of keys to [BM, E] sums, [BM] norms and [BM] maxima; `factor`, not below 0, makes powers of two of logits."""
+    higher = tl.maximum(most, tl.max(logits, 1) * factor)
+    weights = tl.exp2(logits * factor - shift(higher)[:, None])
+    rescale = tl.exp2(most - shift(higher))
+    norm = norm * rescale + tl.sum(weights, 1)
+    total = total * rescale[:, None]
+    total = tl.dot(weights.to(COMMON), values, total, input_precision=PRECISION, out_dtype=total.dtype)
+    return total, norm, higher

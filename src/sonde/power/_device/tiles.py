@@ -1,0 +1,39 @@
+"""Tiles of slabs: where they lie, how they are loaded and stored, and which one a program takes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiple(n, UNIT: tl.constexpr):
+    """`n`, which UNIT divides, so that the compiler knows it, too: then loads and masks are as wide as memory allows."""
+    if UNIT <= 1:
+        return n
+    else:
+        return n // UNIT * UNIT
+
+
+@triton.jit
+def step(stride, UNIT: tl.constexpr):
+    """A stride; UNIT 0 stands for a stride of 1, which must be a constant for neighbours to be loaded together."""
+    if UNIT == 0:
+        return 1
+    else:
+        return stride // UNIT * UNIT
+
+
+@triton.jit
+def places(first, BLOCK: tl.constexpr, OFFSET: tl.constexpr):
+    """Positions of a tile along one dimension of its slab, as integers that hold any offset in it."""
+    return (first + tl.arange(0, BLOCK)).to(OFFSET)
+
+
+@triton.jit
+def grouped(program, rows, columns, GROUP: tl.constexpr):
+    """The row and column of a program's tile: GROUP rows of tiles go together, so that neighbours share what they read."""
+    per_group = GROUP * columns
+    first = program // per_group * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    return first + program % per_group % height, program % per_group // height

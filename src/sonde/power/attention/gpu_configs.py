@@ -1,0 +1,117 @@
+"""The problem that one launch of attention solves, and its configurations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+Strides = tuple[int, int, int]  # of batch, head and row; numbers of a row lie together
+
+
+class Problem(NamedTuple):
+    B: int
+    h: int  # heads of keys and values
+    groups: int  # heads of queries for each
+    T: int  # queries
+    S: int  # keys
+    d: int
+    e: int
+    causal: bool
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    grad: Strides
+    units: tuple[int, ...]  # what divides the strides of rows of q, k, v, out and grad
+    common: torch.dtype
+    wide: torch.dtype
+    precision: str
+    far: bool
+    scale: float
+    described: bool  # queries, keys and values can be read through descriptors
+
+    @property
+    def half(self) -> bool:
+        return self.common.itemsize == 2
+
+    @property
+    def widest(self) -> int:
+        return max(self.d, self.e)
+
+
+class Config(NamedTuple):
+    block_m: int  # queries
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+    described: bool = False
+
+
+def forward_config(p: Problem) -> Config:
+    if not p.half:
+        return Config(32, 32, 4, 1) if p.widest <= 64 else Config(16, 16, 4, 1)
+    if min(p.units[:3]) < 8:  # numbers come one by one
+        return Config(64, 32, 4, 1) if p.widest <= 64 else Config(32, 32, 4, 1)
+    if p.described and p.widest <= 128:
+        return Config(64, 64, 4, 3, True)
+    if p.widest <= 64:
+        return Config(128, 64, 8, 3)
+    return Config(128, 64, 8, 2) if p.widest <= 128 else Config(32, 32, 4, 1)
+
+
+def forward_candidates(p: Problem) -> list[Config]:
+    shapes = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 3), (64, 128, 4, 2),
+              (64, 32, 4, 2)]  # fmt: skip
+    if not p.half:
+        shapes = [(32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 1), (16, 16, 2, 1)]
+    described = [
+        (128, 128, 8, 2),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
+        (128, 128, 8, 3),
+        (128, 64, 4, 2),
+        (64, 128, 4, 2),
+        (64, 64, 4, 3),
+    ]
+    found = [Config(*s, True) for s in described] if p.described else []
+    return [forward_config(p), *found, *(Config(*s) for s in shapes)]
+
+
+def query_config(p: Problem) -> Config:
+    """Of the gradients of queries, which stay while keys pass by."""
+    if not p.half:
+        return Config(16, 16, 8, 1)
+    if min(p.units[:3]) >= 8 and p.widest <= 128:
+        return Config(64, 64, 4, 3) if p.widest <= 64 else Config(128, 64, 8, 2)
+    return backward_config(p)
+
+
+def backward_config(p: Problem) -> Config:
+    """Of the gradients of keys and values, which stay while queries pass by."""
+    if not p.half:
+        return Config(16, 16, 4, 1)
+    if min(p.units[:3]) < 8:
+        return Config(32, 32, 4, 1)
+    if p.widest <= 64:
+        return Config(64, 64, 4, 1)
+    if p.widest <= 128:
+        return Config(16, 64, 4, 1)  # 64 queries at a time would take a third less, and spill
+    return Config(32, 32, 8, 1)
+
+
+def query_candidates(p: Problem) -> list[Config]:
+    return [query_config(p), *_candidates(p)]
+
+
+def key_candidates(p: Problem) -> list[Config]:
+    return [backward_config(p), *_candidates(p)]
+
+
+def _candidates(p: Problem) -> list[Config]:
+    shapes = [(64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2)]
+    if p.widest > 64:
+        shapes = [(64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 8, 1), (16, 64, 4, 1), (128, 64, 8, 2), *shapes]
+    if not p.half:
+        shapes = [(16, 16, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1)]
+    return [Config(*s) for s in shapes]

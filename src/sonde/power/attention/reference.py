@@ -1,0 +1,36 @@
+"""What ``attention`` means, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...op.dtypes import accumulator
+from .._dense.reference import product
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tf32: bool) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulator(q, k, v)
+    groups = q.shape[1] // max(1, k.shape[1])
+    keys, values = (x.to(wide).repeat_interleave(groups, 1) for x in (k, v))
+    logits = scale_of(q, scale) * product(q.to(wide), keys.mT)
+    if causal:
+        i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+        logits = logits.masked_fill(j > i[:, None], -torch.inf)
+    out = product(logits.softmax(-1), values)
+    rounded = out.to(q.dtype)
+    lost = (out - rounded.to(wide)).detach().to(residual_dtype(q, k, v)) if residual_dtype(q, k, v) else rounded.detach()[..., :0]
+    return rounded, logits.detach().logsumexp(-1), lost
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The one that is given, or 1/√d; not in the operator's arguments, since a graph whose sizes vary cannot hold it."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def residual_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
+    """Of what the result loses when it is rounded, which its gradient needs; None where it loses nothing."""
+    wide = accumulator(q, k, v)
+    if q.dtype == wide:
+        return None
+    return q.dtype if q.dtype == k.dtype == v.dtype else wide

@@ -1,0 +1,3 @@
+from .api import copy
+
+__all__ = ["copy"]

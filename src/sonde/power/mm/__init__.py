@@ -1,0 +1,3 @@
+from .api import mm
+
+__all__ = ["mm"]

@@ -1,0 +1,3 @@
+from .api import sympow, sympow_dim
+
+__all__ = ["sympow", "sympow_dim"]

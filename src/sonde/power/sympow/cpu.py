@@ -1,0 +1,46 @@
+"""``sympow`` on CPUs, a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...jit.steps import Pass
+from ...op.cpu_steps import CpuPass, by_threads
+from ...op.dtypes import accumulator
+from .._sympow.basis import BLOCK, Basis
+
+
+@by_threads
+def forward_pass(x: Tensor, power: int, d_tile: int, scaled: bool) -> Pass:
+    (B, d), wide = x.shape, accumulator(x)
+    p, basis = CpuPass(wide, dict(x=x)), Basis(d, power, d_tile, scaled)
+
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty(B, basis.D, dtype=x.dtype)
+        for rows in basis.blocks(B):
+            out[rows] = basis.phi(x.detach()[rows].to(wide))
+        return out
+
+    return p.returns(
+        *p.call("sympow", run, ["x"], [("out", (B, basis.D), x.dtype)], writes=["out"], scratch=2 * BLOCK * wide.itemsize)
+    ).returning_one()
+
+
+@by_threads
+def backward_pass(
+    grad: Tensor, x: Tensor, power: int, d_tile: int, scaled: bool, *, needs: Sequence[bool], deterministic: bool
+) -> Pass:
+    (B, d), wide = x.shape, accumulator(x)
+    p, basis = CpuPass(wide, dict(grad=grad, x=x)), Basis(d, power, d_tile, scaled)
+
+    def run(grad: Tensor, x: Tensor) -> Tensor:
+        out = torch.empty(B, d, dtype=x.dtype)
+        for rows in basis.blocks(B):
+            out[rows] = basis.gradient(grad.detach()[rows].to(wide), x.detach()[rows].to(wide)).to(x.dtype)
+        return out
+
+    gives = [("d_x", (B, d), x.dtype)]
+    return p.returns(*p.call("sympow_gradient", run, ["grad", "x"], gives, writes=["x"], scratch=4 * BLOCK * wide.itemsize))

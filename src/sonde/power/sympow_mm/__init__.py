@@ -1,0 +1,3 @@
+from .api import sympow_mm
+
+__all__ = ["sympow_mm"]

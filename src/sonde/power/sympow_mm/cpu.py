@@ -1,0 +1,114 @@
+"""``sympow_mm`` on CPUs: φ of a block of rows at a time, and torch's BLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...jit.steps import Pass
+from ...op.cpu_steps import CpuPass, by_threads
+from ...op.dtypes import accumulator
+from ...op.plan import Determinism
+from .._sympow.basis import BLOCK, Basis
+
+
+def times(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """out [R, N] = φ(x) @ y."""
+    for rows in basis.blocks(len(x)):
+        torch.mm(basis.phi(x[rows]), y, out=out[rows])
+    return out
+
+
+def sums(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """out [D, N] = φ(x)ᵀ @ y, in blocks that are added in order."""
+    out.zero_()
+    for rows in basis.blocks(len(x)):
+        torch.addmm(out, basis.phi(x[rows]).mT, y[rows], out=out)
+    return out
+
+
+def gradient(basis: Basis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
+    """∂x [R, d], where ∂φ is the product of rows and the transposed state."""
+    scratch = torch.empty(0, dtype=x.dtype)
+    for rows in basis.blocks(len(x)):
+        phi = torch.mm(rows_of[rows], state.mT, out=scratch.new_empty(len(x[rows]), basis.D))
+        out[rows] = basis.gradient(phi, x[rows])
+    return out
+
+
+@by_threads
+def forward_pass(
+    a: Tensor, b: Tensor, accumulate: Tensor | None, power: int, expand: str, d_tile: int, scaled: bool, alpha: float, beta: float,
+    tf32: bool,
+) -> Pass:  # fmt: skip
+    B, wide, N = a.shape[0], accumulator(a, b, accumulate), b.shape[2]
+    p = CpuPass(wide, dict(a=a, b=b, accumulate=accumulate))
+    basis = Basis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled)
+    shape, dtype = (B, a.shape[1] if expand == "k" else basis.D, N), a.dtype
+
+    def run(a: Tensor, b: Tensor, accumulate: Tensor | None) -> Tensor:
+        x, y = a.detach().to(wide), b.detach().to(wide)
+        out = torch.empty(shape, dtype=wide)
+        for i in range(B):
+            if expand == "k":
+                times(basis, x[i], y[i], out[i])
+            else:
+                sums(basis, x[i].mT, y[i], out[i])
+        out *= alpha
+        if accumulate is not None:
+            out += beta * accumulate.detach().to(wide)
+        return out.to(dtype)
+
+    takes = ["a", "b", "accumulate" if accumulate is not None else None]
+    scratch = 3 * BLOCK * wide.itemsize
+    return p.returns(
+        *p.call("sympow_mm", run, takes, [("out", shape, dtype)], writes=["out"], scratch=scratch, promise=Determinism.RUN_TO_RUN)
+    ).returning_one()
+
+
+@by_threads
+def backward_pass(
+    grad: Tensor, a: Tensor, b: Tensor, accumulate: Tensor | None, power: int, expand: str, d_tile: int, scaled: bool, alpha: float,
+    beta: float, tf32: bool, *, needs: Sequence[bool], deterministic: bool,
+) -> Pass:  # fmt: skip
+    B, wide = a.shape[0], accumulator(a, b, accumulate)
+    p = CpuPass(wide, dict(grad=grad, a=a, b=b, accumulate=accumulate))
+    basis = Basis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled)
+    of_a, of_b = (a.shape, a.dtype), (b.shape, b.dtype)
+    found: list[str] = []
+    about = dict(scratch=5 * BLOCK * wide.itemsize, promise=Determinism.RUN_TO_RUN)
+
+    def d_a(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        g, x, y = grad.detach().to(wide), a.detach().to(wide), b.detach().to(wide)
+        out = torch.empty(of_a[0], dtype=wide)
+        for i in range(B):
+            if expand == "k":
+                gradient(basis, x[i], g[i], y[i], out[i])
+            else:
+                gradient(basis, x[i].mT, y[i], g[i], out[i].mT)
+        return out.mul_(alpha).to(of_a[1])
+
+    def d_b(grad: Tensor, a: Tensor) -> Tensor:
+        g, x = grad.detach().to(wide), a.detach().to(wide)
+        out = torch.empty(of_b[0], dtype=wide)
+        for i in range(B):
+            if expand == "k":
+                sums(basis, x[i], g[i], out[i])
+            else:
+                times(basis, x[i].mT, g[i], out[i])
+        return out.mul_(alpha).to(of_b[1])
+
+    if needs[0]:
+        found += p.call("sympow_mm_gradient", d_a, ["grad", "a", "b"], [("d_a", *of_a)], writes=["a"], **about)  # type: ignore[arg-type]
+    if needs[1]:
+        found += p.call("sympow_mm", d_b, ["grad", "a"], [("d_b", *of_b)], writes=["b"], **about)  # type: ignore[arg-type]
+    if needs[2]:
+        assert accumulate is not None
+        shape, dtype = accumulate.shape, accumulate.dtype
+        found += p.call(
+            "torch.mul", lambda grad: (grad.detach().contiguous() * beta).to(dtype), ["grad"], [("d_accumulate", shape, dtype)],
+            writes=["accumulate"],
+        )  # fmt: skip
+    return p.returns(*found)
