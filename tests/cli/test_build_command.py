@@ -93,7 +93,7 @@ def test_shipped_winners_are_known_and_fit():
             if "wide" in constants:
                 constants["wide"] = getattr(torch, constants["wide"].removeprefix("torch."))
             exact = {**constants, **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()}}
-            strides = dict(of_input=(1,) * 5, of_grid=(1,) * 3, of_out=(1,) * 3, of_gradient=(1,) * 5)
+            strides = dict(of_input=(1,) * 5, of_grid=(1,) * 3, of_out=(1,) * 3, of_gradient=(1,) * 5, scale=(0, 0))
             some = {name: strides.get(name, 1) for name in kernel.batch}
             problem = configs.Problem(**{**some, **exact})
             config = winners.read(type(kernel.default(problem)), row["config"])

@@ -20,7 +20,7 @@ def test_demo(capsys, tiny, monkeypatch):
     monkeypatch.setattr(demo, "announce_compilation", lambda todo: None)
     code, out, err = sonde(capsys, "demo")
     assert code == 0
-    assert err.startswith("[0/42] sample_sum pixelsplat_infer float32 contiguous reference: compiling and checking\n")
+    assert err.startswith("[0/45] sample_sum pixelsplat_infer float32 contiguous reference: compiling and checking\n")
     assert all(name in out for name in OPERATORS)  # some with a reason why not
     assert "workloads scaled down" in out
     code, out, _ = sonde(capsys, "demo", "--json")

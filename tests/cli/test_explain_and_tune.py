@@ -203,8 +203,9 @@ def test_tune(capsys, quick, tmp_path):
     """Both modes and all gradients; the table has what was gained, and failures come with their causes."""
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
-    assert (code, err.splitlines()[0]) == (0, "[0/135] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
-    names = ["grid.rows", *["grid.form"] * 3, "grid.rows", *["grid.form"] * 2, "grid.sample", "grid.sample_gradients"]
+    assert (code, err.splitlines()[0]) == (0, "[0/155] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
+    names = ["grid.rows", *["grid.form"] * 3, "grid.rows", *["grid.form"] * 2]
+    names += ["grid.attend", "grid.attend_queries", *["grid.attend_pixels"] * 2, "grid.sample", "grid.sample_gradients"]
     for name in ("grid.deformable_aggregation", "grid.ms_deform_attn"):
         names += [name, *[f"{name}_gradients"] * 2]
     names += ["power.copy", *["power.product"] * 3, "power.expand", "power.gradient"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...op import checks
 from ...op.dtypes import accumulator
-from ...op.plan import Impl
+from ...op.plan import Impl, recording
 from ...op.register import operator
 from .._epipolar.checks import check_encoding
 from . import reference
@@ -73,10 +73,15 @@ def arguments(
         if mask is not None:
             checks.mask(NAME, "mask", mask, "B V Q D", n, images.device)
         views = checks.count(NAME, "the number of views", n["V"], 1)
-        images, samples, depths, values, mask = (
-            x if x is None else x.flatten(0, 1) for x in (images, samples, depths, values, mask)
-        )
+        images, samples, depths, values, mask = (x if x is None else _rows(x) for x in (images, samples, depths, values, mask))
     return images, samples, queries, depths, values, mask, views, num_octaves, scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    if not recording():
+        return x.flatten(0, 1)
+    # of a device that may not be there, for which autograd cannot record a view
+    return x.detach().flatten(0, 1).requires_grad_(x.requires_grad)
 
 
 def sample_attention(

@@ -58,18 +58,21 @@ def _tile(p: Problem, most: int) -> int:
     return min(max(BLOCK_C, power_of_2(cdiv(channels, most))), power_of_2(channels))
 
 
-def _config(p: Problem, samples: int, block_d: int, block_c: int, held: int) -> Config:
-    """`samples` in flight, four channels of each in a thread's hands, and as many heads as have their sums in registers."""
+def _config(p: Problem, samples: int, block_d: int, block_c: int, channels: int, held: int = HELD) -> Config:
+    """`samples` in flight, four channels of each per thread, and as many heads as keep their sums of `channels` in registers."""
     block_d = min(block_d, power_of_2(p.D))
     threads = samples * max(BLOCK_C, block_c) // 4
-    heads = max(1, min(p.heads, HELD // max(1, cdiv(held, block_c))))
+    heads = max(1, min(p.heads, held // max(1, cdiv(channels, block_c))))
     return Config(max(1, samples // block_d), block_d, block_c, heads, max(1, min(8, threads // 32)))
 
 
 def attend_config(p: Problem) -> Config:
-    """Two samples of two queries in flight, in half precision one of four: neighbours of a query look at neighbouring pixels."""
-    block_c = _tile(p, 8)
-    return _config(p, max(1, 128 // max(BLOCK_C, block_c)), 2 if p.itemsize > 2 else 1, block_c, p.C_v)
+    """Two samples of two queries in flight, in half precision one of four: neighbours of a query look at neighbouring pixels.
+
+    With an encoding, float32 takes a few registers more than Blackwell has for all heads; winners for the H200 have them all.
+    """
+    block_c, held = _tile(p, 8), HELD // 2 if p.octaves and p.itemsize > 2 else HELD
+    return _config(p, max(1, 128 // max(BLOCK_C, block_c)), 2 if p.itemsize > 2 else 1, block_c, p.C_v, held)
 
 
 def queries_config(p: Problem) -> Config:

@@ -91,7 +91,8 @@ def _attend(
             live, pixels, shares, _cell = cell_of(y, x, H, W, OFFSET)
             now = there
             there, y, x = look(samples, mask, first + d + BLOCK_D, in_q & (d + BLOCK_D < D), ACC)  # prefetch
-            some = tl.maximum(some, now.to(tl.int32))
+            if mask is not None:
+                some = tl.maximum(some, now.to(tl.int32))
             keys = taps(image, live, pixels, shares, H, W, C, STRIDE, ACC, OFFSET, BLOCK_C, TILES, EMPTY)
             shared = tile
             if OCTAVES > 0:
@@ -114,7 +115,9 @@ def _attend(
             norm, acc, lost_norm, lost = added
 
     n = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
-    seen_any = tl.max(tl.reshape(some, [BLOCK_Q, BLOCK_D]), 1)[:, None] > 0
+    seen_any = (n < Q) & (D > 0)
+    if mask is not None:
+        seen_any = tl.max(tl.reshape(some, [BLOCK_Q, BLOCK_D]), 1)[:, None] > 0
     for g in tl.static_range(GROUP):
         top = tl.max(tl.reshape(m[g], [BLOCK_Q, BLOCK_D]), 1)[:, None]
         base = tl.where(top == -float("inf"), 0, top)
