@@ -3,8 +3,8 @@
     python benchmarks/bits.py --out before.json        # in the old tree
     python benchmarks/bits.py --out after.json --against before.json
 
-Runs on Numba, and on Triton where there is a GPU or ``TRITON_INTERPRET=1``. It uses public functions and ``cases.py`` alone,
-so that it can be copied into an older tree.
+Runs on Numba, and on Triton if there is a GPU or ``TRITON_INTERPRET=1`` is set. It uses only public functions and ``cases.py``,
+so it can be copied into an older tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def call(function, args, impl: str):
-    """Options that are taken by keyword only come last in the cases."""
+    """Call with the arguments of a case, in which keyword-only options come last."""
     known = [p for p in inspect.signature(function).parameters.values() if p.name != "impl"]
     plain = sum(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in known)
     options = [p.name for p in known[plain:]]

@@ -1,9 +1,9 @@
-"""What a user's operator costs on the host in each eager call: beside Sonde's own, and beside ``torch.library.custom_op``.
+"""Host time of an eager call of a user's operator, compared with Sonde's own and with ``torch.library.custom_op``.
 
     python benchmarks/own_kernels.py [--device cuda] [--json FILE]
 
 Three tensors of four elements, one result, a gradient of each; the "kernel" is one addition of torch's. Sonde's own operator is
-registered as all of ours are, by ``sonde.op.register.operator``, with a package of kernels.
+registered like all of ours, by ``sonde.op.register.operator``, with a package of kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gradients(grad: Tensor, x: Tensor, y: Tensor, z: Tensor, *, needs):
 
 
 def own() -> Callable[..., Tensor]:
-    """As ours are: a package with ``forward_pass`` and ``backward_pass``."""
+    """An operator registered like ours: a package with ``forward_pass`` and ``backward_pass``."""
 
     def backward_pass(*args, needs, deterministic):
         def run(grad, x, y, z):
@@ -73,7 +73,7 @@ def custom_op() -> Callable[..., Tensor]:
 
 
 def microseconds(call: Callable[[], object], device: str, count: int) -> float:
-    """The least of some runs, in each of which the device keeps up with what the host asks of it."""
+    """The least of several runs; each is short enough that the device's queue does not block the host."""
     found = []
     for _ in range(9):
         start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The dense family on a GPU: every candidate of every kernel, checked and timed, and the winners beside torch's own.
+"""The dense family on a GPU: every candidate of every kernel, checked and timed, and torch's own operators for comparison.
 
     PYTHONPATH=src python benchmarks/power.py copy mm sympow sympow_mm attention --out FOLDER
 
-Times are medians of CUDA events with the L2 cache flushed before each run; "graph" would read the same, since only the device is
-timed. Values are compared with float64 (or float32, where that would not fit) before anything is timed.
+Times are medians of CUDA events, with the L2 cache flushed before each run. They are device times, so replaying a CUDA graph
+would give the same. Values are compared with float64 (or float32, if that does not fit) before anything is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sonde.jit.launch import bind
 from sonde.operators import OPERATORS
 
 HALF = torch.bfloat16
-MOST = 8  # candidates of a kernel
+MOST = 8  # most candidates of a kernel that are tried
 
 
 def timed(run: Callable[[], Any], repeats: int = 9) -> float:
@@ -50,7 +50,7 @@ def error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 class Captured:
-    """Launches of a call: kernels with their problems and tensors."""
+    """The launches of a call: kernels with their problems and tensors."""
 
     def __init__(self, operator: Any, args: Sequence[Any], backward: bool) -> None:
         gpu, given = operator.kernels("triton"), operator.registered(*args)
@@ -82,12 +82,12 @@ class Captured:
             steps._Run.__call__ = real  # type: ignore[method-assign]
 
     def launches(self) -> list[tuple[Any, Any, list]]:
-        """Those of kernels with a choice."""
+        """Launches of kernels with more than one configuration."""
         return [(start.func.__self__, start.args[0], taken) for start, _, taken in self.found if hasattr(start, "func")]
 
 
 def compiled(kernel: Any, problem: Any, tensors: list, pool: ThreadPoolExecutor) -> list[tuple[Any, Any]]:
-    """Configurations, each with what starts it, or with the reason why nothing does."""
+    """Configurations, each with a function that launches it, or with the reason why it does not compile."""
 
     def compile_one(config: Any) -> Any:
         torch.cuda.set_device(0)
@@ -101,7 +101,7 @@ def compiled(kernel: Any, problem: Any, tensors: list, pool: ThreadPoolExecutor)
 
 
 def checked(kernel: Any, problem: Any, tensors: list, starts: list[tuple[Any, Any]], note: Callable[[str], None]) -> list[dict]:
-    """A record of each: right or wrong, and how fast; the fastest first."""
+    """A record per configuration, with its error and time, the fastest first."""
     truth = None if kernel.expected is None else kernel.expected(problem, *tensors)
     found = []
     for config, start in starts:
@@ -109,7 +109,7 @@ def checked(kernel: Any, problem: Any, tensors: list, starts: list[tuple[Any, An
         if isinstance(start, str):
             record["failed"] = start
         else:
-            note(f"{kernel.name} {config}")  # should this one take the process with it
+            note(f"{kernel.name} {config}")  # in case this one crashes the process
             for i in kernel.writes:
                 if tensors[i] is not None:
                     tensors[i].fill_(float("nan"))
@@ -122,7 +122,7 @@ def checked(kernel: Any, problem: Any, tensors: list, starts: list[tuple[Any, An
 
 
 def peers(name: str, args: Sequence[Any]) -> dict[str, Callable[[], Any]]:
-    """Torch's own on the same tensors."""
+    """Torch's own operators on the same tensors."""
     if name == "copy":
         out = torch.empty(args[0].shape, dtype=args[0].dtype, device="cuda")
         return {"copy_": lambda: out.copy_(args[0])}
@@ -152,7 +152,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def measure(name: str, out: Path, turn: Path) -> None:
-    """One operator in a process of its own: everything is compiled first, and then timed while no other process is."""
+    """One operator in a process of its own: everything is compiled first, then timed while no other process is timing."""
     operator, lines, records = OPERATORS[name], [], []
     progress = out / f"{name}.progress"
     cases = {c: operator.make(**operator.cases.BENCH[c], dtype=HALF, device="cuda") for c in CASES[name] or operator.cases.BENCH}
@@ -186,7 +186,7 @@ def measure(name: str, out: Path, turn: Path) -> None:
 
 
 def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> list[str]:
-    """Times of torch's own, and of ours with backward."""
+    """Times of torch's own operators, and of ours with backward."""
     lines = []
     for peer, run in peers(name, args).items():
         try:

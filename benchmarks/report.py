@@ -2,7 +2,7 @@
 
 Text between ``<!-- results:begin -->`` and ``<!-- results:end -->`` is replaced: by one table with the best case of each operator,
 or by every record after ``<!-- results:begin full -->``. Operators, cases and devices are those that the records name, so new ones
-appear without a change here. With --check nothing is written, and the exit code is 1 if a file does not say what the JSON says.
+appear without a change here. With --check nothing is written, and the exit code is 1 if a file does not match the JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- results:begin ?(\w*) -->\n).*?(<!-- results:end -->)", re.DOTALL)
 KINDS = {"cuda": "GPU", "cpu": "CPU"}
 BEST = "best.svg"
-ROWS = 26  # of a picture that still fits a screen
+ROWS = 26  # most rows of a picture that fits a screen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def by_operator(records: Iterable[dict]) -> dict[str, list[dict]]:
 
 
 def best(devices: dict[Path, list[dict]]) -> dict[str, dict[str, dict]]:
-    """By kind of device and operator: the record with the largest speed-up of forward and backward, else of forward alone."""
+    """For each kind of device and operator, the record with the largest speed-up of forward and backward, else of forward."""
     found: dict[str, dict[str, dict]] = {}
     for records in devices.values():
         kind = found.setdefault(KINDS[records[0]["environment"]["kind"]], {})
@@ -100,7 +100,7 @@ def _gain(record: dict) -> tuple[float, float]:
 
 
 def pictures(records: list[dict]) -> dict[str, list[dict]]:
-    """Records by the name of their picture: operators of one engine together, unless that is more than fits a screen."""
+    """Records by the name of their picture: operators of one engine together, unless they do not fit a screen."""
     found: dict[str, list[dict]] = {}
     for record in brief(records):
         operator = OPERATORS.get(record["operator"])
@@ -255,7 +255,7 @@ def host(records: list[dict]) -> list[str]:
 
 
 def varied(records: list[dict]) -> list[str]:
-    """One column for what varies besides the case."""
+    """The column for what varies besides the case, if anything does."""
     return ["dtype, layout"] if len({variant(r) for r in records}) > 1 else []
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/sanitize.py --json benchmarks/results/nvidia-h200/sanitizer.json
 
-Each pair of a tool and an operator is a process of its own, whose outcome is written at once; pairs that the file already has
-for this source are left out. So a machine that is lent for ten minutes at a time is enough: `--seconds` ends a slice, and the
-same command goes on with the rest.
+Each pair of a tool and an operator runs in its own process, and its outcome is written at once. Pairs that are already clean in
+the file, for the same sources, are not run again. So ten minutes of a machine at a time are enough: `--seconds` ends a session,
+and the same command continues with the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def policies() -> Iterator[tuple[str, object]]:
-    """The default, and every configuration that comes with the package, each once."""
+    """The default configuration, and every shipped one, each once."""
     yield "default", jit.PickAny()
     found = {
         json.dumps(row["config"], sort_keys=True): row["config"]
@@ -53,7 +53,7 @@ def inside(name: str, device: str) -> int:
     calls = refused = 0
     for config, policy in policies():
         for case in operator.cases.SMALL:
-            if config != "default" and case not in EDGES:  # in shipped configurations these; in the default one all
+            if config != "default" and case not in EDGES:  # shipped configurations run these cases only, the default runs all
                 continue
             for dtype in DTYPES if config == "default" else DTYPES[:2]:
                 for deterministic in (False, True) if config == "default" else (False,):
@@ -63,7 +63,7 @@ def inside(name: str, device: str) -> int:
                         with settings.set(policy):
                             value_and_grads(operator.call("triton"), args)
                         calls += 1
-                    except Unsupported:  # a configuration of a larger problem
+                    except Unsupported:  # a configuration for a larger problem
                         refused += 1
     if device == "cuda":
         torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def inside(name: str, device: str) -> int:
 
 
 def sources() -> str:
-    """Of every file that a kernel can come from, and of every shipped configuration."""
+    """A hash of every file that a kernel can come from, and of every shipped configuration."""
     shipped = b"".join(file.read_bytes() for file in sorted(winners.SHIPPED.glob("*.json")))
     return hashlib.sha256(sources_digest().encode() + shipped).hexdigest()[:16]
 

@@ -24,7 +24,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def report(title: str, layer: nn.Module, plain: nn.Module, inputs: Sequence, args: argparse.Namespace) -> None:
-    """Load the layer's state into its twin, and say how they differ and what they take."""
+    """Load the layer's state into its twin; print how their results differ and how long they take."""
     plain.load_state_dict(layer.state_dict())
     layer, plain, inputs = layer.to(args.device), plain.to(args.device), tree_map_only(Tensor, lambda x: x.to(args.device), inputs)
     fast = torch.compile(layer, fullgraph=True, backend=args.compile) if args.compile else layer
@@ -41,7 +41,7 @@ def report(title: str, layer: nn.Module, plain: nn.Module, inputs: Sequence, arg
 
 
 def _difference(layer: nn.Module, plain: nn.Module, inputs: Sequence) -> tuple[float, float]:
-    """Of the values and of all gradients together, in norm."""
+    """Relative differences, in norm: of the values, and of all gradients together."""
     dtype = next(plain.parameters()).dtype
     inputs = tree_map_only(Tensor, lambda x: x.detach().to(dtype).requires_grad_(x.requires_grad), inputs)
     (got, *got_grads), (want, *want_grads) = (_results(twin, inputs) for twin in (layer, plain))
@@ -65,7 +65,7 @@ def _grads(out: Tensor, layer: nn.Module, inputs: Sequence) -> Sequence[Tensor]:
 
 
 def _times(layers: dict[str, nn.Module], inputs: Sequence, repeats: int) -> dict[str, tuple[float, float]]:
-    """Medians of the forward pass and of both, in seconds; the layers take turns."""
+    """Medians of the forward pass, and of forward and backward, in seconds; the layers alternate."""
     found: dict[str, list] = {name: [] for name in layers}
     for _ in range(repeats + 1):
         for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""A layer of Deformable DETR's encoder: every pixel of a feature pyramid attends to a few places on every level.
+"""A layer of Deformable DETR's encoder: every pixel of a feature pyramid attends to a few points on every level.
 
     python examples/deformable_detr_encoder.py                  # on a GPU where there is one
     python examples/deformable_detr_encoder.py --compile        # one graph
@@ -33,7 +33,7 @@ class EncoderLayer(nn.Module):
 
 
 def centres(shapes: Sequence[tuple[int, int]]) -> Tensor:
-    """Of all pixels, (x, y) in [0, 1], ``[S, 2]``."""
+    """The centres of all pixels, (x, y) in [0, 1], ``[S, 2]``."""
     grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing="ij") for h, w in shapes]
     return torch.cat([torch.stack([x, y], -1).flatten(0, 1) for y, x in grids])
 

@@ -1,12 +1,12 @@
-"""A matcher that learns depth from two views, without ever being shown a depth: attention along epipolar lines.
+"""A matcher that learns depth from two views, without true depths for training: attention along epipolar lines.
 
     python examples/epipolar.py                          # about a minute on two cores
-    python examples/epipolar.py --picture matcher.png    # and what it has learnt, on a scene that it has not seen
+    python examples/epipolar.py --picture matcher.png    # draws what it has learnt, on an unseen scene
 
 Each step renders a new textured height field into two noisy cameras. Every pixel of one view attends to samples along its epipolar
-line in the other, and the sum of the colours there, weighed by attention, is to be its own colours. That can only be right if
-attention peaks where both views see the same point, so the matcher learns to find its depth. The attention is
-``sonde.sample_attention``; what it is timed beside is ``F.grid_sample`` and a softmax.
+line in the other. The loss compares the sum of the colours there, weighted by attention, with the pixel's own colours. They can
+only match if attention peaks where both views see the same point, so the matcher learns to find its depth. The attention is
+``sonde.sample_attention``; it is timed against ``F.grid_sample`` and a softmax.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sonde.cli.timing import peak_mib
 from sonde.nn import EpipolarSamples, epipolar_samples, pixel_centres
 
 NEAR, FAR = 1.5, 6.0
-NOISE = 0.1  # of the cameras, in which colours alone are easily mistaken
+NOISE = 0.1  # of the cameras: a single pixel's colours are not enough to find a match
 INK, PALE, ORANGE, BLUE = "#333333", "#e2e2e2", "#d1652b", "#1b6ca8"
 
 
 class Views(NamedTuple):
-    """Two views of a scene; a row of the batch is a view that looks at the other."""
+    """Two views of a scene; a row of the batch is one view, with its epipolar lines in the other."""
 
     colours: Tensor  # [2, 3, H, W]
-    depths: Tensor  # [2, H·W], what the matcher is to find
-    lines: EpipolarSamples  # of each view in the other, [2, 1, H·W, D, …]
+    depths: Tensor  # [2, H·W], the truth that the matcher should find
+    lines: EpipolarSamples  # of each view's pixels in the other view, [2, 1, H·W, D, …]
 
 
 class Waves:
@@ -56,7 +56,7 @@ class Waves:
 
 
 def cameras() -> tuple[Tensor, Tensor]:
-    """Intrinsics and poses of two cameras that look along z, half a unit apart, each turned a little to the other: ``[2, …]``."""
+    """Intrinsics and poses of two cameras that look along z, half a unit apart, turned slightly towards each other: ``[2, …]``."""
     intrinsics = torch.tensor([[1.0, 0, 0.5], [0, 4 / 3, 0.5], [0, 0, 1]]).expand(2, 3, 3)
     poses = torch.eye(4).repeat(2, 1, 1)
     for pose, side in zip(poses, (-1, 1)):
@@ -87,7 +87,7 @@ def render(height: int, width: int, num_samples: int) -> Views:
 
 
 class Matcher(nn.Module):
-    """Features in which a pixel resembles the one that sees the same point."""
+    """Features that are similar for two pixels that see the same point."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ def eager_attention(images: Tensor, samples: Tensor, queries: Tensor, *, values:
     keys, seen = (F.grid_sample(x[:, 0], samples[:, 0], align_corners=False) for x in (images, values))  # [2, C, Q, D]
     logits = scale * torch.einsum("bhqc,bcqd->bhqd", queries, keys)
     weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
-    weights = torch.where(mask, weights, 0)  # queries without any sample
+    weights = torch.where(mask, weights, 0)  # a query without any sample gets 0, not NaN
     return torch.einsum("bhqd,bcqd->bhqc", weights, seen)
 
 
 def loss_of(matcher: Matcher, views: Views, attend: Callable[..., Tensor]) -> Tensor:
-    """How far the colours around each pixel are from those that it attends to."""
+    """Mean difference between the colours around each pixel and those that it attends to."""
     patches = F.unfold(views.colours, 3, padding=1).unflatten(2, views.colours.shape[2:])  # [2, 27, H, W]
     queries, images = matcher(views.colours)
     samples, _, mask = views.lines
@@ -126,7 +126,7 @@ def loss_of(matcher: Matcher, views: Views, attend: Callable[..., Tensor]) -> Te
 
 @torch.no_grad()
 def attention(matcher: Matcher, views: Views) -> Tensor:
-    """The weights, which ``sample_attention`` keeps to itself, ``[2, Q, D]``."""
+    """The attention weights, which ``sample_attention`` does not return, ``[2, Q, D]``."""
     queries, images = matcher(views.colours)
     samples, _, mask = views.lines
     logits = sonde.sample_dot(images[:, 0], samples[:, 0], queries)[:, 0]
@@ -134,8 +134,8 @@ def attention(matcher: Matcher, views: Views) -> Tensor:
 
 
 def matched(matcher: Matcher, views: Views) -> tuple[float, float, float]:
-    """Of the pixels whose point the other view sees: how many attend most to a sample within a step of its depth, how much of the
-    attention is there, and how much would be by chance."""
+    """For pixels whose point the other view sees: the share that attends most to a sample within one step of the true depth, the
+    share of attention there, and that share by chance."""
     depths, seen = views.lines.depths[:, 0], views.lines.mask[:, 0, :, 0]
     weights = attention(matcher, views)
     nearest = (1 / depths - 1 / views.depths[..., None]).abs().argmin(-1, keepdim=True)
@@ -147,14 +147,14 @@ def matched(matcher: Matcher, views: Views) -> tuple[float, float, float]:
 
 
 def compare(matcher: Matcher, views: Views, repeats: int) -> None:
-    """Time and memory of a training step's forward and backward pass, ours and eager, in turns."""
+    """Time and memory of a training step's forward and backward pass, ours and eager alternating."""
 
     def step(attend: Callable[..., Tensor]) -> list[Tensor]:
         loss = loss_of(matcher, views, attend)
         return [loss.detach(), *torch.autograd.grad(loss, list(matcher.parameters()))]
 
     contenders = {"sonde": sonde.sample_attention, "eager PyTorch": eager_attention}
-    found = {name: step(attend) for name, attend in contenders.items()}  # the first calls, which compile
+    found = {name: step(attend) for name, attend in contenders.items()}  # the first calls compile
     took: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, attend in contenders.items():
@@ -218,7 +218,7 @@ def draw(file: str, matcher: Matcher, views: Views, peaks: float) -> None:
     figure.colorbar(image, ax=found, shrink=0.7, pad=0.02)
 
     of_row = slice(row * width, (row + 1) * width)
-    lines = torch.linspace(1 / NEAR, 1 / FAR, 200)[:, None, None]  # of the picture, evenly in 1/depth
+    lines = torch.linspace(1 / NEAR, 1 / FAR, 200)[:, None, None]  # the picture's rows, evenly spaced in 1/depth
     off, nearest = (1 / depths[of_row] - lines).abs().min(-1)
     shade = weights[of_row].gather(1, nearest.T).T
     sampled = seen[of_row] & (off < (1 / depths[of_row]).diff().abs().amax(-1))

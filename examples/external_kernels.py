@@ -3,9 +3,9 @@
     python examples/external_kernels.py                     # on a GPU where there is one (CuPy), else on the CPU (SciPy)
     python examples/external_kernels.py --points 100000 --queries 27000
 
-The model brings features of a point cloud to other points: a search for the k nearest, and a sum weighted by exp(−d/σ), as in
-PhysicsNeMo's tutorial. docs/external-kernels.md goes through it. Every figure is measured here; the tutorial's own, of another
-machine, is printed beside.
+The model interpolates features of a point cloud at other points: a search for the k nearest, and a sum weighted by exp(−d/σ), as
+in PhysicsNeMo's tutorial. docs/external-kernels.md explains the steps. Every figure is measured here; for comparison, the
+tutorial's own figure, from another machine, is printed too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLISHED = "PhysicsNeMo's tutorial, A100, 27,000 queries, 100,000 points, k = 7
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The least of some runs."""
+    """The least of several runs."""
     call()
     found = []
     for _ in range(repeats):
@@ -57,7 +57,7 @@ def weighted(distances: Tensor, indices: Tensor, features: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def eager_search(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The library called in the middle of a model, as it is: torch's compiler cannot look into it and has to leave its graph."""
+    """The library called directly from a model: torch's compiler cannot look into it, so the graph breaks."""
     if queries.is_cuda:
         from own_kernels.cupy_nearest import nearest
 
@@ -66,7 +66,7 @@ def eager_search(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tenso
 
 
 def model(search: Callable, queries: Tensor, points: Tensor, features: Tensor, k: int) -> Tensor:
-    features = torch.tanh(features)  # what the model does before, so that there is a graph to leave
+    features = torch.tanh(features)  # stands for the rest of the model, so that there is a graph to break
     distances, indices = search(queries, points, k)
     return weighted(distances, indices, features)
 
@@ -79,7 +79,7 @@ def graphs_of(call: Callable, *args: object) -> int:
 
 
 def without_backward() -> sonde.op.custom.CustomOperator:
-    """The same operator without gradients of its own: they come from the reference, by way of all distances."""
+    """The same operator without gradients of its own: they come from the reference, which computes all distances."""
 
     @sonde.operator("tutorial::nearest", reference=scipy_nearest.reference, no_grad=(1,))
     def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
@@ -90,7 +90,7 @@ def without_backward() -> sonde.op.custom.CustomOperator:
 
 
 def pool(repeats: int) -> None:
-    """Temporaries of two libraries in turn, of many sizes, with a pool for each and with one for both."""
+    """Temporaries of many sizes, allocated by two libraries alternately, with a pool each and with a shared one."""
     import cupy
 
     sizes = [(1 << 20) * (1 + 7 * i % 61) for i in range(60)]
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plain = without_backward()
     print(f"  graphs: {graphs_of(lambda: model(plain, *given))}")
     print(f"  forward {timed(lambda: model(plain, *given)):.2f} ms")
-    some = min(M, 2**27 // N)  # the reference has all distances at once
+    some = min(M, 2**27 // N)  # the reference stores all distances at once
     queries_before, queries = queries, queries[:some]
     both = timed(lambda: trained(plain)), timed(lambda: trained(scipy_nearest.nearest))
     error = (trained(plain) - trained(scipy_nearest.nearest)).norm() / trained(plain).norm()

@@ -1,10 +1,10 @@
-"""The model of PhysicsNeMo's tutorial on custom kernels: an MLP on a point cloud, its features brought to a grid, an MLP there.
+"""The model of PhysicsNeMo's tutorial on custom kernels: an MLP on a point cloud, interpolation to a grid, an MLP there.
 
     python examples/knn_projector.py                      # on a GPU where there is one; on a CPU a smaller cloud
     python examples/knn_projector.py --radius 0.1         # over all points within a radius
     python examples/knn_projector.py --points 100000 --side 30
 
-Trained eagerly and compiled, beside the same model with a search in plain PyTorch (distances in chunks, the least of each row). All
+Trained eagerly and compiled, and compared with the same model in plain PyTorch (distances in chunks, the least of each row). All
 are checked against each other before they are timed.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sonde.compat.physicsnemo import knn_weighted_feature_aggregation, radius_bounded_feature_aggregation
 
-PAIRS = 2**26  # that plain PyTorch compares at one time
+PAIRS = 2**26  # of a query and a point that plain PyTorch compares at a time
 PUBLISHED = "cuML with a shared memory pool, forward: 11.2 ms"  # 27,000 on 100,000, k = 7, hidden = 25
 
 
@@ -31,7 +31,7 @@ class MLP(nn.Sequential):
 
 
 class Projector(nn.Module):
-    """Features of points, learnt; aggregated at other points; read out there."""
+    """Learned features of points, aggregated at other points, and a learned output there."""
 
     def __init__(self, aggregate: Callable, reach: float, hidden: int = 25, outputs: int = 1) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, p1: Tensor, p2: Te
 
 
 def milliseconds(call: Callable, repeats: int, device: str) -> float:
-    """The median; the first call, which compiles, does not count."""
+    """The median, without the first call, which compiles."""
     found = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The layers of the examples in plain PyTorch: what they are compared with, here and in the tests."""
+"""The examples' layers in plain PyTorch, for comparison, here and in the tests."""
 
 from __future__ import annotations
 

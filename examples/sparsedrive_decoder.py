@@ -1,4 +1,4 @@
-"""A layer of a SparseDrive decoder: boxes attend to each other, look at what six cameras see of them, and are refined.
+"""A layer of a SparseDrive decoder: boxes attend to each other, sample the features of six cameras, and are refined.
 
     python examples/sparsedrive_decoder.py                      # on a GPU where there is one
     python examples/sparsedrive_decoder.py --compile            # one graph
@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.anchor_encoder = nn.Linear(11, channels)
         self.attention = nn.MultiheadAttention(channels, 8, batch_first=True)
         self.norm1 = nn.LayerNorm(channels)
-        self.aggregation = aggregation  # puts the instances beside what it sees
+        self.aggregation = aggregation  # concatenates the instances and what it samples
         self.mlp = nn.Sequential(nn.Linear(2 * channels, 4 * channels), nn.ReLU(), nn.Linear(4 * channels, channels))
         self.norm2 = nn.LayerNorm(channels)
         self.refine = nn.Linear(channels, 11)

@@ -1,4 +1,4 @@
-"""CUDA C++ through CuPy's ``RawKernel``: the nearest neighbours by brute force, a query in each thread."""
+"""CUDA C++ through CuPy's ``RawKernel``: the nearest neighbours by brute force, one query per thread."""
 
 from __future__ import annotations
 

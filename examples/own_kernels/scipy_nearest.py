@@ -2,7 +2,7 @@
 
     distances, indices = nearest(queries, points, k)  # [M, k] each, nearest first
 
-The gradient of distances is written once, with the indices that the search has found, and serves all three.
+The gradient of the distances is written once, from the indices that the search found, and serves all three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def nearest(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]: .
 
 @nearest.register("scipy", deterministic=True)
 def with_a_tree(queries: Tensor, points: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    from scipy.spatial import cKDTree  # where there is no SciPy, the others serve
+    from scipy.spatial import cKDTree  # without SciPy, the other implementations still work
 
     tree = cKDTree(points.double().numpy())
     distances, indices = tree.query(queries.double().numpy(), k=range(1, k + 1))
@@ -51,4 +51,4 @@ def gradients(grad: Tensor, queries: Tensor, points: Tensor, k: int, distances: 
 
 
 for impl in ("scipy", "cupy", "cuml"):
-    nearest.register_backward(impl, gradients, deterministic=True)  # index_add goes by torch's deterministic mode
+    nearest.register_backward(impl, gradients, deterministic=True)  # index_add follows torch's deterministic mode

@@ -2,8 +2,8 @@
 
     out_i = Σ_j w_ij · features_j,   w_ij = exp(−d_ij / σ) / Σ_k exp(−d_ik / σ),   over the points with d_ij ≤ radius
 
-The tutorial differentiates its kernel with Warp's tape, which replays the kernel line by line; the loop over neighbours is not
-entered again for the division by the normaliser, so that its adjoint is missing. Here it is Δ_i = grad_i · out_i:
+The tutorial differentiates its kernel with Warp's tape, which replays the kernel line by line. For the division by the
+normaliser it does not run the loop over neighbours again, so that adjoint is missing. Here it is Δ_i = grad_i · out_i:
 
     ∂features_j = Σ_i w_ij · grad_i,   ∂d_ij = −(w_ij / σ) · (grad_i · features_j − Δ_i)
 """
@@ -22,7 +22,7 @@ wp.init()
 
 @wp.func
 def nearest(grid: wp.uint64, points: wp.array(dtype=wp.vec3), q: wp.vec3, radius: float) -> float:
-    """The least distance in the ball, or the radius: subtracted, it keeps the exponentials from vanishing."""
+    """The least distance in the ball, or the radius. It is subtracted, so that the exponentials do not vanish."""
     least = float(radius)
     for j in wp.hash_grid_query(grid, q, radius):
         least = wp.min(least, wp.length(q - points[j]))

@@ -10,7 +10,7 @@ from torch import Tensor
 # every edge a kernel can get wrong, small enough for the interpreter
 SMALL = {
     "odd_sizes": dict(B=2, Q=7, C=5),
-    "hostile": dict(B=2, Q=9, C=3),  # it has no coordinates that could be hostile
+    "hostile": dict(B=2, Q=9, C=3),  # there are no coordinates here that could be hostile
     "one_pixel": dict(B=2, Q=1, C=3),
     "many_rows": dict(B=1, Q=300, C=2),
     "wide": dict(B=1, Q=3, C=200),

@@ -1,4 +1,4 @@
-"""``weighted_sum`` on CPUs: Numba kernels of ``(start, stop, …)``, each over a slice of the work that no other writes to."""
+"""``weighted_sum`` on CPUs: Numba kernels of ``(start, stop, …)``, each on a slice of the work; slices write to disjoint memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense products and powers: the operators that attention with a state of fixed size is made of."""
+"""Dense products and powers: the building blocks of attention with a state of fixed size."""
 
 from .attention import attention
 from .copy import copy

@@ -19,7 +19,7 @@ NAME = "sample_attention"
 def _check(
     images: Any, samples: Any, queries: Any, depths: Any, values: Any, mask: Any, views: int, num_octaves: int, scale: Any
 ) -> dict[str, int]:
-    """Of the schema's arguments, whose images, samples, depths, values and mask have the views of each batch row in a row."""
+    """Check the schema's arguments; images, samples, depths, values and mask have the views of a batch row as consecutive rows."""
     checks.count(NAME, "views", views, 1)
     several = "" if views == 1 else "V·"
     operands = dict(images=(images, f"{several}B C H W"), samples=(samples, f"{several}B Q D 2"), queries=(queries, "B h Q C'"))
@@ -64,7 +64,7 @@ def arguments(
     images: Any, samples: Any, queries: Any, depths: Any = None, num_octaves: Any = 0, values: Any = None, scale: Any = None,
     mask: Any = None,
 ) -> tuple:  # fmt: skip
-    """Of the schema, from those of the public function: the views of a batch row follow each other as rows of their own."""
+    """Convert public arguments to the schema's: the views of a batch row become consecutive rows."""
     views = 1
     if isinstance(images, Tensor) and images.ndim == 5 and getattr(samples, "ndim", 5) == 5:
         patterns = dict(images="B V C H W", samples="B V Q D 2", queries="B h Q C'", depths="B V Q D", values="B V C_v H W")
@@ -120,7 +120,7 @@ def sample_attention(
         samples: Where to look, ``[B, Q, D, 2]`` or ``[B, V, Q, D, 2]``.
         queries: ``[B, h, Q, C']`` with C' = C − 2·num_octaves.
         depths: ``[B, Q, D]`` or ``[B, V, Q, D]``; needed where `num_octaves` > 0.
-        num_octaves: Octaves of the positional encoding, which meets the last 2·num_octaves channels of the images.
+        num_octaves: Octaves of the positional encoding, which multiplies the last 2·num_octaves channels of the images.
         values: What is summed, ``[B, C_v, H, W]`` or ``[B, V, C_v, H, W]``; the first C' channels of `images` unless given.
         scale: What logits are multiplied with; C'^−½ unless given.
         mask: False for samples that take no part, ``[B, Q, D]`` or ``[B, V, Q, D]``.

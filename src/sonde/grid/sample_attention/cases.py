@@ -43,7 +43,7 @@ def make(
     seed: int = 0,
     **sizes,
 ) -> tuple[Tensor | int | float | None, ...]:
-    """Arguments of ``sample_attention``; `masked` is the share of samples that take no part, and of queries with none."""
+    """Arguments of ``sample_attention``; `masked` is the share of masked samples, and of queries whose samples are all masked."""
     several = {**sizes, "B": sizes["B"] * max(1, views)}
     made = epipolar.epipolar(octaves=octaves, seed=seed, **several)
     images, samples, depths = made["images"], made["samples"], made["depths"]

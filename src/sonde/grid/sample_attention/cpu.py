@@ -1,4 +1,4 @@
-"""What ``sample_attention`` runs on CPUs; the kernels are in ``cpu_kernels``, the gradient of pixels is the epipolar form's."""
+"""CPU passes of ``sample_attention``; its kernels are in ``cpu_kernels``, the gradient of pixels is in the epipolar engine."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .cpu_kernels import attend, slopes
 from .reference import scale_of
 
 Opt = Tensor | None
-WEIGHTS = 1 << 24  # bytes of weights that wait for the gradient of pixels, unless one row of the batch has more
+WEIGHTS = 1 << 24  # bytes of weights kept for the gradient of pixels at a time; one row of the batch may exceed it
 
 
 class Rows(NamedTuple):
-    """Some rows of the batch, and the operands of these as kernels take them."""
+    """Some rows of the batch, with their operands in the form that kernels take."""
 
     p: CpuPass
-    slots: dict[str, tuple[str, tuple[int, ...]]]  # slot and shape of whole operands, contiguous
+    slots: dict[str, tuple[str, tuple[int, ...]]]  # slot and shape of each whole operand, contiguous
     B: int
     first: int
     size: int  # how many
 
     def take(self, name: str, dims: int) -> Any:
-        """An empty array of so many dimensions if there is no such operand."""
+        """The operand, or an empty array with this many dimensions if it is None."""
         if name not in self.slots:
             return np.empty((0,) * dims, NUMPY[self.p.accumulator])
         slot, shape = self.slots[name]
-        views = shape[0] // max(1, self.B)  # rows of it for each row of the batch
+        views = shape[0] // max(1, self.B)  # its rows per row of the batch
         return Array(self.p.rows(slot, self.first * views, (self.first + self.size) * views), (self.size * views, *shape[1:]))
 
     def pixels(self, name: str) -> Any:
@@ -76,7 +76,7 @@ def backward_pass(
     scale: float | None, out: Tensor, lse: Tensor, total: Tensor, *, needs: Sequence[bool], deterministic: bool,
 ) -> Pass:  # fmt: skip
     given = dict(grad=grad, images=images, samples=samples, queries=queries, depths=depths, values=values, mask=mask)
-    given |= dict(views=None, octaves=None, scale=None, out=out, lse=lse, total=total)  # by position: numbers are no slots
+    given |= dict(views=None, octaves=None, scale=None, out=out, lse=lse, total=total)  # numbers have no slot
     p = CpuPass(accumulator(images, samples, queries, depths, values), given)
     wide, (B, h, Q, _), D = p.accumulator, queries.shape, samples.shape[2]
     slots = _slots(p, octaves)
@@ -99,7 +99,7 @@ def backward_pass(
         shared, n = values is None, rows.size * views
         scores: Any = np.empty((0, 0, 0, 0), NUMPY[wide])
         weights = scores
-        if pixels and shared:  # weights follow the derivatives by scores, as more heads
+        if pixels and shared:  # the weights come after the derivatives by scores, as additional heads
             scores = weights = rows.buffer("weights", (n, 2 * h, Q, D))
         elif pixels:
             scores, weights = rows.buffer("d_scores", (n, h, Q, D)), rows.buffer("weights", (n, h, Q, D))
@@ -122,7 +122,7 @@ def backward_pass(
 
 
 def _slots(p: CpuPass, octaves: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Operands as kernels read them: contiguous, channels last, and samples nowhere where they are masked."""
+    """Operands as kernels read them: contiguous, channels last, and with NaN coordinates for masked samples."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     wide = p.accumulator
     for name in ("images", "values"):
@@ -152,7 +152,7 @@ def _integers(mask: Tensor) -> Tensor:
 
 
 def _places(rows: Rows, images: Tensor, views: int) -> list[Any]:
-    """What both kernels begin with."""
+    """The first arguments of both kernels."""
     H, W = images.shape[2:]
     return [H, W, views, rows.pixels("images"), rows.pixels("values"), rows.take("samples", 4), rows.take("depths", 3)]
 
@@ -162,12 +162,12 @@ def _powers(p: CpuPass, octaves: int) -> np.ndarray:
 
 
 def _grain(images: Tensor, samples: Tensor, views: int) -> int:
-    """Queries that are worth a thread."""
+    """Fewest queries for which starting a thread pays."""
     return max(1, 2**15 // max(1, images.shape[1] * samples.shape[2] * views))
 
 
 def _stacked(rows: Rows) -> Array:
-    """Queries, and the gradient of the result as more heads."""
+    """Queries, and the gradient of the result as additional heads."""
     queries, grad = rows.take("queries", 4), rows.take("grad", 4)
     B, h, Q, C = queries.shape
     shape = B, 2 * h, Q, C

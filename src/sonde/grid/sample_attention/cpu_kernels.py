@@ -1,4 +1,4 @@
-"""Numba kernels of ``sample_attention``: ``attend``, the value, and ``slopes``, the gradients of queries, places and depths.
+"""Numba kernels of ``sample_attention``: ``attend``, the value, and ``slopes``, the gradients of queries, coordinates and depths.
 
 The gradients of images and values are ``per_channel`` of the epipolar form, with the weights that ``slopes`` writes.
 """
@@ -52,7 +52,7 @@ def attend(
         b, q = n // Q, n % Q
         copy_rows(b, q, queries, row)
         total[:], whole[:], norm[:], top[:] = 0, 0, 0, -np.inf
-        count, lived = 0, 0  # samples that take part, and those among them that see something
+        count, lived = 0, 0  # unmasked samples, and how many of them see the image
         for v in range(views):
             bv = b * views + v
             for first in range(0, D, TILE):
@@ -107,7 +107,7 @@ def copy_rows(b, q, x, row):
 
 @part
 def taking_part(b, q, first, last, mask):
-    """How many of these samples are not masked."""
+    """The number of these samples that are not masked."""
     if mask.size == 0:
         return last - first
     count = 0
@@ -118,13 +118,13 @@ def taking_part(b, q, first, last, mask):
 
 @part
 def finite_part(top, zero):
-    """What weights are relative to: 0 where no logit is above −∞, so that its weight is 0 and not NaN."""
+    """The logit that is subtracted in the exponent: 0 where all logits are −∞, so that weights are 0 and not NaN."""
     return top if top > -np.inf else zero
 
 
 @part
 def rescale(j, less, total, whole, norm):
-    """Sums of head j relative to a larger logit."""
+    """Rescale the sums of head j to a larger maximum logit."""
     n = total.shape[1]
     norm[j] *= less
     for k in range(0, n, LANES):
@@ -154,10 +154,10 @@ def slopes(
     g_samples,  # derivatives, shaped like their operands; empty if not wanted
     g_depths,
     g_queries,
-    scores,  # [B*V, h, Q, D], derivatives by scores, and in others, or in the heads that follow, weights; empty if not wanted
+    scores,  # [B*V, h, Q, D], derivatives by scores; `weights` apart or as additional heads; empty if not wanted
     weights,
 ):
-    """The gradients of queries `start` to `stop` and of the places and depths of their samples; weights are recomputed."""
+    """The gradients of queries `start` to `stop` and of the coordinates and depths of their samples; weights are recomputed."""
     h, Q, plain = queries.shape[1:]
     D, C, F, C_v, shared = samples.shape[2], pixels.shape[1], len(octaves), grad.shape[3], values.size == 0
     dtype = pixels.dtype
@@ -239,6 +239,6 @@ def slopes(
 
 @part
 def put_slopes(b, q, d, i, weight, s, g_samples):
-    """Add the derivatives by a place whose four pixels have the dot products `s`."""
+    """Add the derivatives by the coordinates of a sample whose four pixels have the dot products `s`."""
     g_samples[b, q, d, 0] += weight[i, 4] * s[0] + weight[i, 5] * s[1] + weight[i, 6] * s[2] + weight[i, 7] * s[3]
     g_samples[b, q, d, 1] += weight[i, 8] * s[0] + weight[i, 9] * s[1] + weight[i, 10] * s[2] + weight[i, 11] * s[3]

@@ -1,4 +1,4 @@
-"""What ``sample_attention`` launches on GPUs; the kernels are in ``gpu_kernels``, sorted sums in ``_epipolar.gpu_segments``."""
+"""GPU passes of ``sample_attention``; its kernels are in ``gpu_kernels``, sorted sums in ``_epipolar.gpu_segments``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .gpu_kernels import attend, attend_pixels, attend_queries
 from .reference import scale_of
 
 Opt = Tensor | None
-FORCE_INT64 = False  # tests use 64-bit offsets where 32 bits would do
+FORCE_INT64 = False  # tests set it to use 64-bit offsets where 32 bits would do
 PER_SAMPLE = ("samples", "queries", "depths", "mask")
 
 
@@ -46,7 +46,7 @@ def backward_pass(
     scale: float | None, out: Tensor, lse: Tensor, total: Tensor, *, needs: Sequence[bool], deterministic: bool,
 ) -> Pass:  # fmt: skip
     given = dict(grad=grad, images=images, samples=samples, queries=queries, depths=depths, values=values, mask=mask)
-    given |= dict(views=None, octaves=None, scale=None, out=out, lse=lse, total=total)  # by position: numbers are no slots
+    given |= dict(views=None, octaves=None, scale=None, out=out, lse=lse, total=total)  # placeholders: numbers have no slot
     wants = list(compress(("images", "samples", "queries", "depths", "values"), needs))
     p = Pass(images.device, accumulator(images, samples, queries, depths, values), given)
     pixels = {name: x for name, x in (("images", images), ("values", values)) if name in wants and x is not None}
@@ -97,9 +97,9 @@ def _add_by_segments(
     p: Pass, problem: Problem, slots: Mapping[str, str | None], grad: str | None, scores: str | None, weights: str | None,
     sums: Mapping[str, str], strides: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """The gradients of images and values in a fixed order: scores meet queries, weights meet the gradient of the result."""
+    """Add the gradients of images (d_scores · queries) and of values (weights · grad) in a fixed order."""
     samples = slots["samples"]
-    if slots["mask"] is not None:  # what is masked is nowhere
+    if slots["mask"] is not None:  # masked samples get NaN coordinates
         like = p.given["samples"]
         assert like is not None
         seen = lambda x, mask: torch.where(mask[..., None], x, torch.nan)  # noqa: E731
@@ -120,7 +120,7 @@ def _add_by_segments(
 def _prepare(
     p: Pass, views: int, octaves: int, scale: float | None, sums: Sequence[str] = ()
 ) -> tuple[Problem, dict[str, str | None]]:
-    """The problem, and slots of the operands as kernels read them; `sums` are the images whose gradient is added up by atomics."""
+    """The problem, and slots of the operands as kernels read them; `sums` names those whose gradient is added by atomics."""
     images, values, queries, samples = (p.given[name] for name in ("images", "values", "queries", "samples"))
     assert images is not None
     assert queries is not None

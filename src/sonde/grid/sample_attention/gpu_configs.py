@@ -1,4 +1,4 @@
-"""What a launch of ``sample_attention``'s kernels depends on, and the configurations that they run in."""
+"""The problem that one launch of ``sample_attention``'s kernels solves, and its configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...jit.launch import Launch, accumulator, cdiv, power_of_2
 from .._device.long_sums import MANY
 
 BLOCK_C = 32  # channels of a tile, unless there are many: eight threads with one vector access each
-REGISTERS = 255  # of a thread: all there are, for else the compiler spills a few to have room for more programs
+REGISTERS = 255  # per thread, the hardware's limit; otherwise the compiler spills a few to run more programs
 HELD = 16  # tiles of sums that a program keeps in registers
 
 
@@ -27,8 +27,8 @@ class Problem(NamedTuple):
     D: int
     C: int  # channels of the queries
     C_v: int  # of the values
-    stride: int  # of the images, from pixel to pixel; 1 where each channel is a plane
-    v_stride: int  # of the values; 0 where they are the images
+    stride: int  # of the images, from pixel to pixel; 1 if each channel is a plane
+    v_stride: int  # of the values; 0 if they are channels of the images
     d_stride: int  # the same of the gradients; 0 if not needed
     d_v_stride: int
     heads: int
@@ -53,7 +53,7 @@ def _tiles(p: Problem, config: Config) -> tuple[int, int]:
 
 
 def _tile(p: Problem, most: int) -> int:
-    """Channels of a tile, for at most so many tiles."""
+    """Channels of a tile, chosen so that there are at most this many tiles."""
     channels = max(p.C, p.C_v)
     return min(max(BLOCK_C, power_of_2(cdiv(channels, most))), power_of_2(channels))
 
@@ -67,7 +67,8 @@ def _config(p: Problem, samples: int, block_d: int, block_c: int, channels: int,
 
 
 def attend_config(p: Problem) -> Config:
-    """Two samples of two queries in flight, in half precision one of four: neighbours of a query look at neighbouring pixels.
+    """Two samples of two queries in flight, in half precision one of four: neighbouring queries read neighbouring
+    pixels.
 
     With an encoding, float32 takes a few registers more than Blackwell has for all heads; winners for the H200 have them all.
     """
@@ -76,18 +77,18 @@ def attend_config(p: Problem) -> Config:
 
 
 def queries_config(p: Problem) -> Config:
-    """Two samples of one query: the gradient's sums leave few registers for more. In half precision two of two."""
+    """Two samples of one query, because the gradient's sums leave few free registers; in half precision two of two."""
     block_c, half = _tile(p, 8), p.itemsize <= 2
     return _config(p, max(1, (128 if half else 64) // max(BLOCK_C, block_c)), 2, block_c, p.C)
 
 
 def pixels_config(p: Problem) -> Config:
-    """Four samples of one query: what they add to one pixel is summed before it is added."""
+    """Four samples of one query, whose contributions to the same pixel are summed before the atomic add."""
     return _config(p, 4, 4, _tile(p, 4), max(p.C, p.C_v))._replace(heads=1)
 
 
 def candidates(default: Config, p: Problem, grouped: bool = True) -> list[Config]:
-    """The default, then the others, those that differ from it in the fewest of tiles, heads and warps first."""
+    """The default, then the others, sorted by how many of tiles, heads and warps differ from it."""
     found = {default: -1}
     heads = sorted({default.heads, 1, 2, 4, 8, p.heads} & set(range(1, p.heads + 1))) if grouped else [1]
     for block_c, h, warps, rows, block_d in product((16, 32, 64, 128), heads, (1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)):
@@ -98,7 +99,7 @@ def candidates(default: Config, p: Problem, grouped: bool = True) -> list[Config
 
 
 def fits(p: Problem, config: Config) -> bool:
-    """Sizes are powers of two, and what a program holds fits into registers."""
+    """Whether sizes are powers of two and a program's values fit into registers."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.block_q, config.block_d, config.block_c, config.num_warps))
     if not powers or not 0 < config.heads <= max(1, p.heads) or config.block_c > max(BLOCK_C, power_of_2(max(p.C, p.C_v))):
         return False
@@ -130,7 +131,7 @@ def launch_attend(p: Problem, config: Config) -> Launch:
 
 
 def launch_queries(p: Problem, config: Config) -> Launch:
-    """The same; only where sums take most registers does the compiler know better how many to use."""
+    """The same; the compiler chooses the number of registers only if sums take most of them."""
     grid = (p.B * cdiv(p.Q, config.block_q), cdiv(p.heads, config.heads), 1)
     registers = REGISTERS if config.heads * _tiles(p, config)[0] < HELD else None
     constant = (*constants(p, config), config.heads, is_long(p, config))

@@ -1,4 +1,4 @@
-"""What the kernels of ``sample_attention`` must write, in plain PyTorch: a search holds its candidates against it."""
+"""What the kernels of ``sample_attention`` must write, in plain PyTorch: a search compares its candidates with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected(
 
 
 def expected_gradients(p: Problem, tensors: tuple[Any, ...], **at: int) -> dict[int, Tensor]:
-    """Those of the results that the launch writes, whose positions are `at`.
+    """The results that the launch writes, at the positions `at`.
 
     Weights and derivatives by scores are computed as the kernels do; the rest are derivatives of
     Σ d_scores · scores + Σ weights · (values · grad), with both held fixed.
@@ -81,7 +81,7 @@ def expected_gradients(p: Problem, tensors: tuple[Any, ...], **at: int) -> dict[
 
 
 def _operands(p: Problem, images: Tensor, values: Opt, samples: Tensor, queries: Tensor, depths: Opt, mask: Opt) -> dict[str, Opt]:
-    """In the reference's shapes and the accumulation dtype."""
+    """The operands in the reference's shapes and in the accumulation dtype."""
     channels, n = p.C + 2 * p.octaves, p.B * p.V
     images = images if images.dim() > 1 else as_images(images, (n, channels, p.H, p.W), p.stride)
     values = values if values is None or values.dim() > 1 else as_images(values, (n, p.C_v, p.H, p.W), p.v_stride)
@@ -90,7 +90,7 @@ def _operands(p: Problem, images: Tensor, values: Opt, samples: Tensor, queries:
 
 
 def _parts(p: Problem, given: dict[str, Opt]) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """The operands of some queries at a time, which take little memory."""
+    """The operands, a few queries at a time to save memory."""
     step = max(1, (1 << 24) // max(1, p.B * p.V * p.D * max(p.C, p.C_v) * max(1, p.heads)))
     for first in range(0, p.Q, step):
         q = slice(first, first + step)

@@ -1,4 +1,4 @@
-"""Triton kernels of ``sample_attention``: the value, the gradient of the queries, and the gradients of all that samples touch."""
+"""Triton kernels of ``sample_attention``: the value, and the gradients of queries, pixels, coordinates and depths."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def _attend(
     V_TILES: tl.constexpr,
     EMPTY: tl.constexpr,  # images without pixels
     GROUP: tl.constexpr,  # heads of this program
-    LONG: tl.constexpr,  # sums over samples are long enough to need compensation
+    LONG: tl.constexpr,  # True if sums over samples are long enough to need compensation
 ):
     """GROUP heads of BLOCK_Q queries: one walk over the samples of all views, BLOCK_D of each query per step.
 
-    Each sample in flight has a softmax of its own: m, what its weights are relative to, norm, their sum, and acc, the weighted sum;
-    those of a query are merged last. Scores are compared before they are scaled, so large ones keep their differences. And m
-    follows the largest only where weights would exceed 2^ROOM: sums are as exact, and rescaling at every step costs a fifth.
+    Each sample in flight has its own online softmax: m, the score that is subtracted, norm, the sum of weights, and acc, the
+    weighted sum; those of a query are merged at the end. Scores are subtracted before they are scaled, so large ones keep their
+    differences. m follows the maximum only if weights would exceed 2^ROOM: sums are as exact, and rescaling at every step
+    costs a fifth.
     """
     PIXEL: tl.constexpr = C + 2 * OCTAVES if STRIDE == 1 else STRIDE
     V_PIXEL: tl.constexpr = C_V if V_STRIDE == 1 else V_STRIDE
@@ -140,7 +141,7 @@ def _attend(
 
 @triton.jit
 def rescale(m, norm, acc, lost_norm, lost, scores, scale, GROUP: tl.constexpr, V_TILES: tl.constexpr, LONG: tl.constexpr):
-    """Make weights relative to these scores, where they would exceed 2^ROOM."""
+    """Rescale the sums to these scores where weights would exceed 2^ROOM."""
     tops, norms, sums, losses, norm_losses = (), (), (), (), ()
     for g in tl.static_range(GROUP):
         grows = (scores[g] - m[g]) * scale > ROOM
@@ -158,7 +159,7 @@ def rescale(m, norm, acc, lost_norm, lost, scores, scale, GROUP: tl.constexpr, V
 
 @triton.jit
 def add(m, norm, acc, lost_norm, lost, scores, scale, seen, GROUP: tl.constexpr, V_TILES: tl.constexpr, LONG: tl.constexpr):
-    """One more sample for every sum; its weight is 0 where its score is −∞."""
+    """Add one sample to every sum; its weight is 0 where its score is −∞."""
     norms, sums, losses, norm_losses = (), (), (), ()
     for g in tl.static_range(GROUP):
         p = tl.exp2((scores[g] - tl.where(m[g] == -float("inf"), 0, m[g])) * scale)
@@ -178,7 +179,7 @@ def add(m, norm, acc, lost_norm, lost, scores, scale, seen, GROUP: tl.constexpr,
 
 @triton.jit
 def score(row, keys, shared, live):
-    """Scores, which are yet to be scaled; exactly 0 where a sample sees nothing."""
+    """Scores before scaling; exactly 0 where a sample sees nothing."""
     return tl.where(live, dot(row, keys, shared), 0)
 
 
@@ -292,7 +293,7 @@ def _attend_queries(
 
 @triton.jit
 def slopes(row, pulls, keys, seen, shared, live, level, mean, scale, tile):
-    """→ the weights of these samples, and the derivative of the loss by their scores before they are scaled."""
+    """→ the weights of these samples, and the derivative of the loss by their scores before scaling."""
     logit = score(row, keys, shared, live) * scale
     p = tl.where(live, tl.exp(logit - level), 0)
     return p, tl.where(live, p * (dot(pulls, seen, tile) - mean) * scale, 0)
@@ -313,7 +314,7 @@ def _attend_pixels(
     d_values,
     d_samples,
     d_depths,
-    d_scores,  # [B·V, h, Q, D], the derivative by scores, and the weights: what deterministic sums read; None elsewhere
+    d_scores,  # [B·V, h, Q, D], derivative by scores, and weights, which deterministic sums read; else None
     weights,
     H,
     W,
@@ -339,10 +340,10 @@ def _attend_pixels(
     D_STRIDE: tl.constexpr,
     D_V_STRIDE: tl.constexpr,
 ):
-    """What each sample of BLOCK_Q queries adds to the gradients of pixels, and the gradients of its place and depth.
+    """Add each sample of BLOCK_Q queries to the gradients of pixels; write the gradients of its coordinates and depth.
 
-    With w the derivative by a sample's scores and p its weights, its pixels get Σ_h w·queries, and those of the values Σ_h p·grad,
-    spread over the four corners.
+    With w the derivative by a sample's scores and p its weights, Σ_h w·queries is spread over its four pixels of the images, and
+    Σ_h p·grad over those of the values.
     """
     SHARED: tl.constexpr = values is None
     PIXEL: tl.constexpr = C + 2 * OCTAVES if STRIDE == 1 else STRIDE
@@ -449,7 +450,7 @@ def spread(
     image, d_images, d_offset, a, corner, one_cell, first, c, in_c, g_y, g_x, H, W, STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
     PLACES: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Add `a`, the derivative by a tile of samples, to their pixels, and `a` times the slopes of the image to g_y and g_x."""
+    """Add `a`, the derivative by a tile of samples, to their pixels, and `a` times the image's slopes to g_y and g_x."""
     pixel, k00, k01, k10, k11, fy, fx = corner
     if PLACES:
         v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, channel(c, H, W, STRIDE, OFFSET), in_c, W, STRIDE, ACC)

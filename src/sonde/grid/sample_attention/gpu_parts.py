@@ -1,4 +1,4 @@
-"""Device code that the kernels of ``sample_attention`` share: where a step's samples lie, and what they are, tile by tile.
+"""Device code that the kernels of ``sample_attention`` share: the positions of a step's samples, and their values tile by tile.
 
 Tensors are ``[samples, channels]`` as in ``_epipolar``; a program holds all channels of its samples, as a tuple of tiles.
 """
@@ -11,7 +11,7 @@ from .._device.taps import channel, fetch, locate, octave, wave
 
 @triton.jit
 def look(samples, mask, index, in_range, ACC: tl.constexpr):
-    """→ which of these samples take part, and their coordinates; those that do not are nowhere."""
+    """→ which of these samples are in range and not masked, and their coordinates; the others get NaN."""
     if mask is not None:
         in_range = tl.load(mask + index, mask=in_range, other=0).to(tl.int1)
     y, x = fetch(samples, index, in_range, ACC)
@@ -22,8 +22,8 @@ def look(samples, mask, index, in_range, ACC: tl.constexpr):
 def cell_of(y, x, H, W, OFFSET: tl.constexpr):
     """→ which samples see the image, their four pixels and weights, and the position of their cell: y0, x0, fy, fx.
 
-    Where one of two pixels along an axis is outside, the other appears twice with half its weight. So loads need no mask of their
-    own, which would cost as many instructions as the arithmetic, and nothing that is outside is read.
+    If one of two pixels along an axis is outside, the other appears twice with half its weight. So nothing outside is read, and
+    loads need no mask, which would cost as many instructions as the arithmetic.
     """
     live, y0, x0, fy, fx = locate(y, x, H, W, OFFSET)
     ya, yb, ay, by = along(y0, fy, H)
@@ -34,7 +34,7 @@ def cell_of(y, x, H, W, OFFSET: tl.constexpr):
 
 @triton.jit
 def along(first, f, size):
-    """Two pixels of an axis, and their weights."""
+    """The two pixels along an axis, and their weights."""
     below, above = first < 0, first + 1 >= size
     outside = below | above
     half = 0.5 * tl.where(below, f, 1 - f)
@@ -44,7 +44,7 @@ def along(first, f, size):
 
 @triton.jit
 def reach(image, pixels, STRIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Pointers to the first tile of four pixels, of which other tiles are a constant away; to its first channel, in planes."""
+    """Pointers to the first tile of four pixels (in planes, to the first channel); other tiles are at constant offsets."""
     lane = tl.arange(0, BLOCK_C)[None, :] if STRIDE > 1 else 0
     found = ()
     for k in tl.static_range(4):
@@ -57,9 +57,9 @@ def tap(
     at, live, weights, c0: tl.constexpr, C: tl.constexpr, H, W, STRIDE: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_C: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Samples of the tile of channels from c0 on, those below C, as a sum over pixels; exactly 0 where nothing is seen.
+    """Samples of one tile of channels, from c0 on and below C; exactly 0 where a sample sees nothing.
 
-    A sum of weighted pixels, and not of differences, in which an infinite one would become NaN.
+    Weighted pixels are summed. Interpolating by differences would turn an infinite pixel into NaN.
     """
     c = c0 + tl.arange(0, BLOCK_C)[None, :]
     if EMPTY:
@@ -93,7 +93,7 @@ def encoded(
     image, live, pixels, weights, depth, H, W, C: tl.constexpr, STRIDE: tl.constexpr, OCTAVES: tl.constexpr, ACC: tl.constexpr,
     OFFSET: tl.constexpr, BLOCK_C: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """What the channels from C on add to every head's score, channel by channel of a tile."""
+    """What the encoding, in the channels from C on, adds to every head's score; not yet summed over a tile's channels."""
     at = reach(image, pixels, STRIDE, BLOCK_C)
     found = tl.zeros([depth.shape[0], BLOCK_C], ACC)
     for c0 in tl.static_range(0, 2 * OCTAVES, BLOCK_C):
@@ -116,7 +116,7 @@ def row_of(x, index, in_row, C: tl.constexpr, ACC: tl.constexpr, BLOCK_C: tl.con
 
 @triton.jit
 def dot(a, b, start):
-    """Σ a·b over the tiles, on top of `start`, and then over channels: ``[samples, 1]``."""
+    """`start` + Σ a·b over the tiles, then summed over channels: ``[samples, 1]``."""
     total = start
     for t in tl.static_range(len(a)):
         total += a[t] * b[t]
@@ -125,5 +125,5 @@ def dot(a, b, start):
 
 @triton.jit
 def of_query(x, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sum over the samples in flight of each query."""
+    """Sum over the samples in flight of each query."""
     return tl.sum(tl.reshape(x, [BLOCK_Q, BLOCK_D, x.shape[1]]), 1)

@@ -20,9 +20,9 @@ def sample_attention(
     num_octaves: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ the result, the log-sum-exp ``[B, h, Q]``, and the result before rounding (without channels where nothing is rounded)."""
+    """→ the result, the log-sum-exp ``[B, h, Q]``, and the result before rounding (with no channels if nothing is rounded)."""
     wide = accumulator(images, samples, queries, depths, values)
-    if mask is not None:  # what is masked is absent, like what no pixel sees
+    if mask is not None:  # masked samples are absent, like samples that see no pixel
         samples = torch.where(mask[..., None], samples, torch.nan)
     keys, live = taps(images, samples, wide)  # [B·V, C, Q, D], [B·V, Q, D]
     rows = queries[:, None].expand(-1, views, -1, -1, -1).flatten(0, 1)  # [B·V, h, Q, C']
@@ -44,5 +44,5 @@ def over_views(x: Tensor, views: int) -> Tensor:
 
 
 def scale_of(scale: float | None, queries: Tensor) -> float:
-    """C'^−½ unless given."""
+    """The scale, by default C'^−½."""
     return max(1, queries.shape[3]) ** -0.5 if scale is None else scale

@@ -1,1 +1,1 @@
-"""Products of dense matrices, for the operators that are made of them."""
+"""Products of dense matrices, an engine that several operators share."""

@@ -1,4 +1,4 @@
-"""Leading dimensions: users may have any number of them, kernels see one batch."""
+"""Checks of arguments, and leading dimensions: callers may pass any number, kernels see one batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...op import checks
 
 
 def matrices(name: str, least: int = 2, **operands: Any) -> tuple[tuple[int, ...], list[Tensor]]:
-    """The leading dimensions that these tensors share, and each tensor with one batch in their place.
+    """The leading dimensions that these tensors share, and each tensor with them merged into one batch dimension.
 
-    `least` dimensions are not leading ones. A tensor whose leading dimensions cannot be viewed as one is copied.
+    The last `least` dimensions are not leading ones. A tensor whose leading dimensions cannot be viewed as one is copied.
     """
     (first, x), *others = operands.items()
     for argument, tensor in operands.items():
@@ -40,13 +40,13 @@ def matrices(name: str, least: int = 2, **operands: Any) -> tuple[tuple[int, ...
 
 
 def batched(x: Tensor, least: int = 2) -> Tensor:
-    """With one dimension in place of all but the last `least`."""
+    """The tensor with all but the last `least` dimensions merged into one."""
     leading = x.ndim - least
     return x if leading == 1 else x[None] if leading == 0 else x.reshape(prod(x.shape[:leading]), *x.shape[leading:])
 
 
 def unbatched(x: Tensor, leading: Sequence[int]) -> Tensor:
-    """With these dimensions in place of the first."""
+    """The tensor with its first dimension split into these."""
     return x if len(leading) == 1 else x[0] if not leading else x.reshape(*leading, *x.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""Products on CPUs: torch's BLAS, whose kernels nobody beats from Python. Half precision is multiplied in float32."""
+"""Products on CPUs, by torch's BLAS. Half precision is multiplied in float32."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...op.plan import Determinism
 
 
 def product(p: Pass, a: str, b: str, out: str, shape: tuple[int, int, int], dtype: torch.dtype, writes: str, turn: str = "") -> str:
-    """Record ``a @ b`` of two slots, where those named in `turn` are transposed; returns the slot of the result."""
+    """Record ``a @ b`` of two slots, where those named in `turn` are transposed first; returns the slot of the result."""
     wide = p.accumulator
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         x, y = (x.mT if "a" in turn else x), (y.mT if "b" in turn else y)
-        out = torch.empty((x.shape[0], x.shape[1], y.shape[2]), dtype=wide)  # autocast leaves alone what has an `out`
+        out = torch.empty((x.shape[0], x.shape[1], y.shape[2]), dtype=wide)  # autocast does not touch calls with `out`
         return torch.bmm(x.detach().to(wide), y.detach().to(wide), out=out).to(dtype)
 
     copied = [s for s in (a, b) if p.slots[s].dtype != wide]

@@ -1,4 +1,4 @@
-"""Recording products: operands as slots with strides, and what is known of their memory."""
+"""Recording products: operands are slots with strides, and we determine what the compiler may assume of their memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Slab(NamedTuple):
 
     @property
     def turned(self) -> bool:
-        """Whether columns lie together, and rows do not."""
+        """Whether columns are contiguous and rows are not."""
         return self.strides[-2] == 1 and self.strides[-1] != 1
 
     @property
     def extent(self) -> int:
-        """Of one matrix, in elements."""
+        """The largest offset within one matrix, in elements."""
         return sum((n - 1) * abs(s) for n, s in zip(self.shape[1:], self.strides[1:]))
 
 
@@ -50,11 +50,11 @@ def slab(p: Pass, name: str) -> Slab:
 
 
 def is_aligned(t: Tensor) -> bool:
-    return type(t) not in (Tensor, torch.nn.Parameter) or t.data_ptr() % 16 == 0  # what looks like a tensor has no memory
+    return type(t) not in (Tensor, torch.nn.Parameter) or t.data_ptr() % 16 == 0  # tensor subclasses (fake tensors) have no memory
 
 
 def common_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """In which tiles are multiplied: the one that holds all operands. The interpreter cannot multiply bfloat16."""
+    """The dtype in which tiles are multiplied: the one that holds all operands. The interpreter cannot multiply bfloat16."""
     found = dtypes[0]
     for dtype in dtypes[1:]:
         found = torch.promote_types(found, dtype)
@@ -62,7 +62,7 @@ def common_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def units(x: Slab | None) -> tuple[int, int]:
-    """Of rows and columns the largest powers of two up to 16 that divide their strides and the batch's; 0 for a stride of 1."""
+    """For rows and columns, the largest power of two up to 16 that divides their stride and the batch's; 0 for a stride of 1."""
     if x is None:
         return 16, 16
     batch = x.strides[0] if x.shape[0] > 1 else 0
@@ -92,11 +92,11 @@ def product(p: Pass, a: Slab, b: Slab, out: str, dtype: torch.dtype, tf32: bool,
 
 
 def described_in_memory(x: Slab) -> bool:
-    """Whether a descriptor can stand for the matrix: neighbours lie together, and the others 16 bytes or a multiple apart."""
+    """Whether a descriptor can describe the matrix: one stride is 1, the other a multiple of 16 bytes."""
     near, far = (x.strides[-2:]) if x.turned else x.strides[:-3:-1]
     return x.aligned and near == 1 and far % 8 == 0 and far > 0
 
 
 def matrix(p: Pass, slot: str) -> str:
-    """The only matrix of a batch, as it lies in memory: turned if its columns lie together."""
+    """The only matrix of a batch, as it is in memory: transposed if its columns are contiguous."""
     return p.view(slot, slot, lambda t: t[0] if t.stride(-1) == 1 else t[0].mT)

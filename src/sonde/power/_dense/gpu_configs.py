@@ -12,7 +12,7 @@ Strides = tuple[int, int, int]  # of batch, row and column
 
 
 class Problem(NamedTuple):
-    """[B, M, K] @ [B, K, N], apart from how."""
+    """[B, M, K] @ [B, K, N]: what is computed, not how."""
 
     B: int
     M: int
@@ -20,12 +20,12 @@ class Problem(NamedTuple):
     K: int
     a: Strides
     b: Strides
-    units: tuple[int, ...]  # what divides the strides of a and b, M, N and K; 0 stands for a stride of 1
-    common: torch.dtype  # in which tiles are multiplied
-    wide: torch.dtype  # in which products are added
+    units: tuple[int, ...]  # divisors of the strides of a and b, of M, N and K; 0 stands for a stride of 1
+    common: torch.dtype  # tiles are multiplied in it
+    wide: torch.dtype  # products are added in it
     precision: str
     far: bool  # offsets need 64 bits
-    turned: tuple[bool, bool]  # operands whose columns lie together, and not their rows
+    turned: tuple[bool, bool]  # operands whose columns are contiguous and rows are not
     described: bool  # they can be read through descriptors
 
 
@@ -36,7 +36,7 @@ class Config(NamedTuple):
     group: int
     num_warps: int
     num_stages: int
-    described: bool = False  # tiles come through descriptors, and a program takes one tile after the other
+    described: bool = False  # tiles are read through descriptors, and a program computes one tile after another
 
 
 def default_config(p: Problem) -> Config:
@@ -69,12 +69,12 @@ def candidate_configs(p: Problem) -> list[Config]:
 
 
 def fits(p: Problem, config: Config) -> bool:
-    """Descriptors need what `described` says; a tile must be one that the matrix units take."""
+    """Descriptors need `described`; tiles must have sizes that the matrix units accept."""
     return (p.described or not config.described) and min(config[:3]) >= 16
 
 
 def blocks(p: Problem, config: Config) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of the three tensors' descriptors, as they lie in memory."""
+    """The blocks of the three tensors' descriptors, as the tensors are in memory."""
     m, n, k = config[:3]
     a, b = ((k, m) if p.turned[0] else (m, k)), ((n, k) if p.turned[1] else (k, n))
     return ((0, a), (1, b), (2, (m, n)))
@@ -86,4 +86,4 @@ def launch_product(p: Problem, config: Config, programs: int, constants: tuple) 
     described = dict(descriptors=blocks(p, config)) if config.described else {}
     found = Launch(grid, (p.M, p.N, p.K, *p.a, *p.b), constants, config.num_warps, config.num_stages, **described)  # type: ignore
     scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]
-    return found._replace(registers=255) if scalar else found  # without a limit of its own, the assembler spills two of 96
+    return found._replace(registers=255) if scalar else found  # otherwise the assembler uses 96 and spills two

@@ -1,4 +1,4 @@
-"""The product's kernel: one function, whose tiles come by pointers or through descriptors."""
+"""The product's kernel: one function that reads its tiles by pointers or through descriptors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _product(
     COMMON: tl.constexpr,
     PRECISION: tl.constexpr,
     OFFSET: tl.constexpr,
-    UNITS: tl.constexpr,  # what divides strides and sizes: see Problem.units
+    UNITS: tl.constexpr,  # divisors of strides and sizes: see Problem.units
     EVEN: tl.constexpr,
     A_TURNED: tl.constexpr,
     B_TURNED: tl.constexpr,
@@ -45,7 +45,7 @@ def _product(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    if DESCRIBED:  # as many programs as the device runs at once, each with one tile after the other
+    if DESCRIBED:  # as many programs as the device runs at once, each computing one tile after another
         rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
         for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
             i, j = grouped(tile, rows, columns, GROUP)
@@ -82,12 +82,12 @@ TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 @lru_cache(1)
 def processors() -> int:
-    """Programs that a device runs at once; any number will do where nothing runs."""
+    """The number of programs that a device runs at once; without a device, any number."""
     return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 128
 
 
 def expected(p: Problem, a: Tensor, b: Tensor, out: Tensor) -> dict[int, Tensor]:
-    """For the search: the product by torch, of the operands as their strides say."""
+    """For the search: torch's product of the operands, viewed with their strides."""
     wide = torch.float64 if p.common in (torch.float32, torch.float64) else torch.float32
     a, b = a.as_strided((p.B, p.M, p.K), p.a), b.as_strided((p.B, p.K, p.N), p.b)
     return {2: (a.to(wide) @ b.to(wide)).to(out.dtype).view(out.shape)}

@@ -1,4 +1,4 @@
-"""Fragments of φ, the symmetric power: built in registers from a few columns of the slab, and handed to the matrix units.
+"""Fragments of φ, the symmetric power: built in registers from a few columns of the slab, and passed to the matrix units.
 
 A column of φ is a tile of indices u₀ ≤ … ≤ u_{P−1} and a digit a_i for each; it is √mult(u) · Π x[u_i·T + a_i]. ``tiles`` lists the
 u of every tile, ``roots`` the √mult.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def choose(m, R: tl.constexpr):
-    """m over R, in integers that stay small."""
+    """The binomial coefficient m over R, without large intermediate integers."""
     found = m * 0 + 1
     for i in tl.static_range(R):
         found = found * (m - i) // (i + 1)
@@ -21,7 +21,7 @@ def choose(m, R: tl.constexpr):
 
 @triton.jit
 def power_columns(
-    x,  # places of rows of the slab, to be broadcast with `column`
+    x,  # pointers to rows of the slab, to be broadcast with `column`
     x_step,
     column,  # of φ
     inside,
@@ -33,7 +33,7 @@ def power_columns(
     SCALED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Any columns of φ: each factor is read where it lies."""
+    """Any columns of φ; each factor is loaded from memory."""
     tile, digits = column // SPAN, column % SPAN
     known = inside & (column >= 0)
     product = tl.load(x + (tl.load(tiles + tile * P + P - 1, mask=known, other=0) * T + digits % T) * x_step, mask=known, other=0)
@@ -55,12 +55,12 @@ def outer_rows(u, v):
 
 @triton.jit
 def outer_columns(u, v):
-    """[T, BR] and [T, BR] → [T·T, BR]: the same of a slab that lies on its side."""
+    """[T, BR] and [T, BR] → [T·T, BR]: the same for a transposed slab."""
     return (u[:, None, :] * v[None, :, :]).reshape(u.shape[0] * v.shape[0], u.shape[1])
 
 
 @triton.jit
 def exact(high, low, ACC: tl.constexpr):
-    """A number that came in two parts of float32 each."""
+    """A number that was passed as two float32 parts."""
     one = tl.full([], 1, ACC)
     return high * one + low * one

@@ -1,4 +1,4 @@
-"""The tiled product: a fragment of sums, and the loop that adds the products of two rows of tiles to it."""
+"""The tiled product: the loop that adds products of tiles, along K, to a fragment of sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton.language as tl
 @triton.jit
 def add_products(
     total,  # [BM, BN], the fragment of sums
-    a,  # [BM, BK] places of the first tile of `a`
-    b,  # [BK, BN] places of the first tile of `b`
+    a,  # [BM, BK] pointers to the first tile of `a`
+    b,  # [BK, BN] pointers to the first tile of `b`
     a_step,  # from one column of `a` to the next
     b_step,  # from one row of `b` to the next
     in_rows,  # [BM, 1]
@@ -21,7 +21,7 @@ def add_products(
     EVEN: tl.constexpr,  # BK divides K
     BK: tl.constexpr,
 ):
-    """Plain pointers; the compiler loads the next tiles while it multiplies these."""
+    """By plain pointers; the compiler prefetches the next tiles during the product of the current ones."""
     k = tl.arange(0, BK)
     for k0 in range(0, K, BK):
         if EVEN:
@@ -48,7 +48,7 @@ def add_described_products(
     PRECISION: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Through tensor descriptors: hardware copies whole tiles, zeros where the slab ends."""
+    """Through tensor descriptors: hardware copies whole tiles, with zeros beyond the slab's end."""
     for k in range(0, K, BK):
         x = a.load([k, row]).T if A_TURNED else a.load([row, k])
         y = b.load([column, k]).T if B_TURNED else b.load([k, column])

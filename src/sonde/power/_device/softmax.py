@@ -1,4 +1,4 @@
-"""The softmax of rows that come in blocks: a running maximum and a running sum, in powers of two."""
+"""Online softmax over blocks of keys: a running maximum and a running sum, in powers of two."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def shift(most):
-    """What to subtract from logits whose maximum this is: finite, also where there is none."""
+    """What to subtract from logits with this maximum: 0 if the maximum is −∞."""
     return tl.where(most == -float("inf"), 0, most)
 
 
 @triton.jit
 def add_block(total, norm, most, logits, factor, values, COMMON: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a block of keys to [BM, E] sums, [BM] norms and [BM] maxima; `factor`, not below 0, makes powers of two of logits."""
+    """Add a block of keys to [BM, E] sums, [BM] norms and [BM] maxima; `factor` ≥ 0 converts logits to exponents of two."""
     higher = tl.maximum(most, tl.max(logits, 1) * factor)
     weights = tl.exp2(logits * factor - shift(higher)[:, None])
     rescale = tl.exp2(most - shift(higher))

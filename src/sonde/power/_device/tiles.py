@@ -1,4 +1,4 @@
-"""Tiles of slabs: where they lie, how they are loaded and stored, and which one a program takes."""
+"""Tiles of slabs: where they are in memory, and which one a program computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def multiple(n, UNIT: tl.constexpr):
-    """`n`, which UNIT divides, so that the compiler knows it, too: then loads and masks are as wide as memory allows."""
+    """`n`, which UNIT divides, in a form that shows this to the compiler, so that it can use wide loads and masks."""
     if UNIT <= 1:
         return n
     else:
@@ -17,7 +17,7 @@ def multiple(n, UNIT: tl.constexpr):
 
 @triton.jit
 def step(stride, UNIT: tl.constexpr):
-    """A stride; UNIT 0 stands for a stride of 1, which must be a constant for neighbours to be loaded together."""
+    """A stride; UNIT 0 stands for a stride of 1, which must be a constant so that neighbours are loaded together."""
     if UNIT == 0:
         return 1
     else:
@@ -32,7 +32,7 @@ def places(first, BLOCK: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def grouped(program, rows, columns, GROUP: tl.constexpr):
-    """The row and column of a program's tile: GROUP rows of tiles go together, so that neighbours share what they read."""
+    """The row and column of a program's tile: programs walk through GROUP rows of tiles at once, so that neighbours share reads."""
     per_group = GROUP * columns
     first = program // per_group * GROUP
     height = tl.minimum(rows - first, GROUP)

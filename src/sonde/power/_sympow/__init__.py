@@ -1,1 +1,1 @@
-"""The symmetric power φ: its basis, its definition, and the kernels that never write it down."""
+"""The symmetric power φ: its basis, its definition, and kernels that never store it."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 MOST = 4  # the largest power
-BLOCK = 1 << 19  # numbers of φ at a time, which stay in a cache
+BLOCK = 1 << 19  # numbers of φ at a time, so that they stay in a cache
 CPU = torch.device("cpu")
 
 
 def tile_count(n: int, power: int) -> int:
-    """Sequences of `power` indices below `n` that do not decrease."""
+    """The number of non-decreasing sequences of `power` indices below `n`."""
     found = 1
     for i in range(power):
         found = found * (n + i) // (i + 1)
@@ -29,7 +29,7 @@ def dimension(d: int, power: int, d_tile: int) -> int:
 
 
 def default_tile(d: int) -> int:
-    """The largest of 8, 4, 2 and 1 that divides `d`: little larger than the smallest basis, and fast."""
+    """The largest of 8, 4, 2 and 1 that divides `d`: a basis that is fast and only a little larger than the smallest."""
     return next(t for t in (8, 4, 2, 1) if d % t == 0)
 
 
@@ -49,8 +49,8 @@ def root(u: list[int]) -> float:
 
 @lru_cache(64)
 def _tables(n: int, power: int) -> tuple[Any, Any]:
-    """``sequences`` and roots as arrays, made without a list of them."""
-    import numpy as np  # which takes as long to import as all of sonde
+    """``sequences`` and roots as arrays, without making a list first."""
+    import numpy as np  # imported here, because it takes as long to import as all of sonde
 
     u = np.zeros((1, 0), np.int32)
     for _ in range(power):
@@ -76,7 +76,7 @@ def tables(n: int, power: int, device: torch.device) -> tuple[Tensor, Tensor]:
     if found is None:
         u, roots = (torch.from_numpy(x.copy()).to(device) for x in _tables(n, power))
         found = u, roots
-        if type(u) is Tensor and device.type != "meta":  # what a tracer makes is of no use to others
+        if type(u) is Tensor and device.type != "meta":  # tensors made under a tracer must not be cached
             if len(_kept) >= 64:
                 _kept.clear()
             _kept[key] = found
@@ -84,7 +84,7 @@ def tables(n: int, power: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Basis:
-    """The tables of one basis, and what is done with them."""
+    """The tables of one basis, and the computations that use them."""
 
     def __init__(self, d: int, power: int, d_tile: int, scaled: bool, device: torch.device = CPU) -> None:
         self.n, self.T, self.power, self.scaled = d // d_tile, d_tile, power, scaled
@@ -97,7 +97,7 @@ class Basis:
         return (slice(start, start + step) for start in range(0, rows, step))
 
     def factors(self, x: Tensor) -> list[Tensor]:
-        """x [R, d] → for each index of a tile [R, tiles, 1 …, T, … 1], T in its place."""
+        """x [R, d] → one factor per index of a tile, [R, tiles, 1 …, T, … 1], with T in the index's dimension."""
         tiles = x.unflatten(-1, (self.n, self.T))
         shape = [[self.T if i == j else 1 for j in range(self.power)] for i in range(self.power)]
         return [tiles.index_select(1, u).reshape(len(x), len(u), *s) for u, s in zip(self.u, shape)]

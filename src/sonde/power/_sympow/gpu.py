@@ -1,4 +1,4 @@
-"""Recording launches of symmetric powers; the basis comes as tables that the device keeps."""
+"""Recording launches of symmetric powers; the basis is passed as tables that are kept on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problem_of(
     z: Slab | None = None,
     tf32: bool = False,
 ) -> Problem:
-    """What a launch on these slabs solves."""
+    """The problem that a launch on these slabs solves."""
     (B, R, d) = x.shape
     slabs = [s for s in (x, y, z) if s is not None]
     common = common_dtype(*(s.dtype for s in slabs))
@@ -89,7 +89,7 @@ def _numbers(p: Problem) -> tuple:
 
 def launch_times(p: Problem, c: Config) -> Launch:
     grid = (cdiv(p.R, c.block_r) * cdiv(p.N, c.block_n), p.B, 1)
-    limit = 255 if p.common == torch.float32 else None  # without one of its own, the assembler spills two of 80
+    limit = 255 if p.common == torch.float32 else None  # without this limit the assembler targets 80 registers and spills two
     return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages, registers=limit)
 
 
@@ -120,7 +120,7 @@ def launch_paired_gradient(p: Problem, c: Config) -> Launch:
 
 
 def fits(p: Problem, c: Config) -> bool:
-    """Tiles of pairs have a size of their own."""
+    """Tiles of pairs have their own size."""
     return not p.paired or c.block_d == p.T * p.T
 
 
@@ -196,7 +196,7 @@ paired_gradient = jit.kernel(
 def record_product(
     p: Pass, x: Slab, y: Slab, z: Slab | None, problem: Problem, expands: str, out: str, dtype: torch.dtype, writes: str
 ) -> str:
-    """Record φ(x) @ y, or φ(x)ᵀ @ y where φ is to be summed over; returns the slot of the result, which is contiguous."""
+    """Record φ(x) @ y, or φ(x)ᵀ @ y if the sum runs over rows of φ; returns the slot of the result, which is contiguous."""
     rows = problem.R if expands == "k" else problem.D
     made = p.buffer(out, (problem.B, rows, problem.N), dtype)
     takes = [x.slot, y.slot, None if z is None else z.slot, *basis(p, problem.d // problem.T, problem.power), made]

@@ -21,19 +21,19 @@ class Problem(NamedTuple):
     T: int
     scaled: bool
     x: Strides
-    y: Strides  # of what φ is multiplied with, [D, N] or [R, N]; of a gradient's first factor
-    z: Strides  # of what is added; of a gradient's second factor
-    units: tuple[int, ...]  # what divides the strides of rows and columns of x, y and z, and N; 0 stands for a stride of 1
+    y: Strides  # of φ's other operand, [D, N] or [R, N]; of a gradient's first factor
+    z: Strides  # of the addend; of a gradient's second factor
+    units: tuple[int, ...]  # divisors of the row and column strides of x, y and z, and of N; 0 stands for a stride of 1
     common: torch.dtype
     wide: torch.dtype
     precision: str
     far: bool
     factors: tuple[float, float] = (1.0, 0.0)  # alpha and beta
-    straight: bool = True  # rows of a gradient's result lie together, and not its columns
+    straight: bool = True  # a gradient's result is contiguous along rows, not along columns
 
     @property
     def paired(self) -> bool:
-        """Whether tiles of φ are outer products of two aligned pieces of a row, which needs no tables."""
+        """Whether tiles of φ are outer products of two aligned pieces of a row, so that no tables are needed."""
         return self.power == 2 and self.T in (4, 8, 16)
 
 

@@ -1,4 +1,4 @@
-"""Kernels of symmetric powers: φ written down, φ times a matrix, the sums of φ's outer products with rows, and φ's gradient."""
+"""Kernels of symmetric powers: φ itself, φ times a matrix, the sums of φ's outer products with rows, and φ's gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _expand(
 def add_pair(
     total, x, y, s, t, n, x_step, y_step, in_rows, in_columns, T: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Add the product of φ's tile (s, t), s ≤ t, without its root; `x` are places of the rows' first pieces."""
+    """Add the product of φ's tile (s, t), s ≤ t, without its root; `x` points to the rows' first pieces."""
     first = (s * n - s * (s - 1) // 2 + t - s) * (T * T)
     u = tl.load(x + s * T * x_step, mask=in_rows, other=0).to(COMMON)
     v = tl.load(x + t * T * x_step, mask=in_rows, other=0).to(COMMON)
@@ -113,7 +113,7 @@ def _times(
     x_rows = x + batch * multiple(x_batch, max(UNITS[0], UNITS[1])) + row[:, None] * step(x_row, UNITS[0])
     y_columns = y + batch * multiple(y_batch, max(UNITS[2], UNITS[3])) + column[None, :] * step(y_column, UNITS[3])
     total = tl.zeros([BR, BN], ACC)
-    if PAIRED:  # pairs of different pieces first, then the squares: the root is taken of the sums
+    if PAIRED:  # pairs of different pieces first, then the squares: the sum of the pairs is multiplied by the root
         n: tl.constexpr = d // T
         x_rows += tl.arange(0, T)[None, :] * x_step
         y_columns += places(0, SPAN, OFFSET)[:, None] * y_step
@@ -229,7 +229,7 @@ def _sums(
 def power_gradient(y, z, k, row, y_step, y_column, z_row, z_step, in_rows, known, N, FUSED: tl.constexpr, ACC: tl.constexpr,
                    COMMON: tl.constexpr, PRECISION: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
                    BD: tl.constexpr):  # fmt: skip
-    """∂φ of some rows and columns [BR, BD]: read, or, if FUSED, the product of rows of y and of z."""
+    """∂φ of some rows and columns [BR, BD]: loaded or, if FUSED, computed as the product of rows of y and of z."""
     if FUSED:
         total = tl.zeros([BR, BD], ACC)
         for first in range(0, N, BN):
@@ -249,7 +249,7 @@ def _gradient(
     x,  # [B, R, d], any strides
     y,  # [B, R, N], any strides, the first factor of ∂φ; without z, [B, R, D], all of it
     z,  # [B, D, N], any strides, the other factor; or None
-    others,  # tiles of the power below
+    others,  # tiles of the power P − 1
     roots,  # of the tiles of this power
     out,  # [B, R, d], laid out as STRAIGHT says
     R,
@@ -266,8 +266,8 @@ def _gradient(
     alpha,
     alpha_low,
     d: tl.constexpr,
-    STRAIGHT: tl.constexpr,  # rows of the result lie together, and not its columns
-    D_LESS: tl.constexpr,  # columns of the power below
+    STRAIGHT: tl.constexpr,  # the result is contiguous along rows, not along columns
+    D_LESS: tl.constexpr,  # columns of the power P − 1
     P: tl.constexpr,
     T: tl.constexpr,
     SPAN: tl.constexpr,
@@ -282,7 +282,7 @@ def _gradient(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """∂x_j: j takes every place in every product of P − 1 others, and each column of φ that comes of it is met once."""
+    """∂x_j: j is inserted at every position of every product of P − 1 other indices; each resulting column of φ occurs once."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
     batch = tl.program_id(2).to(tl.int64)
@@ -372,7 +372,7 @@ def _paired_gradient(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The same for the power 2: both pieces' gradients come of one fragment of ∂φ, and the rows' gradients stay in registers."""
+    """The same for power 2: one fragment of ∂φ gives the gradients of both pieces; those of the rows stay in registers."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
     batch = tl.program_id(1).to(tl.int64)

@@ -73,18 +73,18 @@ def attention(
 
     Convention:
         As ``torch.nn.functional.scaled_dot_product_attention``. With ``causal=True`` query i sees the keys j ≤ i, counted from the
-        beginning, also if there are more keys than queries. Head i of `q` goes with head i // (hq / h) of `k` and `v`. Logits and
+        beginning, even if there are more keys than queries. Head i of `q` goes with head i // (hq / h) of `k` and `v`. Logits and
         sums are float32, or float64 if any operand is float64; half-precision weights are rounded before they are multiplied, as
-        matrix units have it. Rows of very negative logits are as exact as others. Without any key the result is 0. Of a causal
-        row, a later value that is infinite or NaN may make it NaN, as in torch. All three inputs have gradients, fused, from
-        weights that are computed again; the log-sum-exp has none. For them, what rounding the result to half precision loses is
-        kept, too. Every result has the same bits in every run.
+        matrix units require. Rows of very negative logits are as exact as others. Without any key the result is 0. In the
+        causal case, a later value that is infinite or NaN may make a row NaN, as in torch. All three inputs have fused
+        gradients, which recompute the weights; the log-sum-exp has none. For the gradients, the rounding error of a
+        half-precision result is kept too. Every result has the same bits in every run.
 
     Args:
         q: ``[B, hq, T, d]``, d up to 256. Only rows must be contiguous; others are copied.
         k: ``[B, h, S, d]``, where h divides hq.
         v: ``[B, h, S, e]``, e up to 256.
-        causal: Whether keys after the query's own place are left out.
+        causal: Whether keys after the query's own position are left out.
         scale: $d^{-1/2}$ unless given.
         return_lse: Whether the logarithm of the sum of exponentials is returned as well.
         impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.

@@ -1,4 +1,4 @@
-"""``attention`` on CPUs: a block of queries at a time, torch's BLAS, weights computed again for the gradients."""
+"""``attention`` on CPUs: a block of queries at a time, torch's BLAS, weights recomputed for the gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _wide(wide: torch.dtype, *tensors: Tensor) -> list[Tensor]:
 
 
 def _multiplied(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of batches, which autocast leaves alone."""
+    """Batched ``a @ b``; autocast does not touch calls with `out`."""
     return torch.bmm(a, b, out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
-    """Rows of queries, how many keys they see, and which of these they do not."""
+    """Blocks of query rows, how many keys a block may see, and the mask of those that each row does not."""
     T, S = q.shape[2], k.shape[2]
     step = max(1, min(256, BLOCK // max(1, S * q.shape[1])))
     for start in range(0, T, step):
@@ -37,12 +37,12 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, int, Te
 
 
 def _grouped(x: Tensor, h: int) -> Tensor:
-    """[hq, rows, d] → [h, groups · rows, d]: what goes with the same keys."""
+    """[hq, rows, d] → [h, groups · rows, d]: heads that share keys are put together."""
     return x.reshape(h, len(x) // max(1, h) * x.shape[1], x.shape[2])
 
 
 def _logits(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """[hq, rows, S] of queries [hq, rows, d] and keys [h, S, d]."""
+    """Logits [hq, rows, S] of queries [hq, rows, d] and keys [h, S, d]."""
     out = _multiplied(_grouped(q, len(k)), k.mT).mul_(scale).view(len(q), q.shape[1], k.shape[1])
     return out if hidden is None else out.masked_fill_(hidden, -torch.inf)
 
@@ -87,7 +87,7 @@ def backward_pass(
     def run(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lost: Tensor) -> tuple[Tensor, ...]:
         g, x, y, z, o, level = _wide(wide, grad, q, k, v, out, lse)
         o = o + lost.detach().to(wide) if lost.shape[3] else o
-        level = level + (level - level)  # NaN where the row is
+        level = level + (level - level)  # NaN if the row's lse is infinite or NaN
         found = {name: torch.zeros(shape, dtype=wide) for name, shape, _ in wanted}
         for b in range(B):
             for block, seen, hidden in _blocks(q, k, causal):

@@ -25,7 +25,7 @@ FORCE_INT64 = False
 
 
 def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
-    """The slot of an argument whose rows are contiguous, which is a copy if its own are not; strides; and their extent."""
+    """A slot with the argument's values and contiguous rows (a copy if needed), its strides, and their extent."""
     t = p.given[name]
     assert t is not None
     if t.stride(-1) != 1 and t.shape[-1] != 1:
@@ -38,7 +38,7 @@ def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
 
 
 def problem_of(p: Pass, names: Sequence[str], causal: bool, scale: float | None, tf32: bool) -> tuple[Problem, dict[str, str]]:
-    """What launches on these arguments solve, and their slots."""
+    """The problem that launches on these arguments solve, and the arguments' slots."""
     q, k, v = (cast(Tensor, p.given[name]) for name in ("q", "k", "v"))
     found = {name: rows_of(p, name) for name in names}
     nothing = ("", (0, 0, 0), 0)
@@ -57,7 +57,7 @@ def problem_of(p: Pass, names: Sequence[str], causal: bool, scale: float | None,
 
 
 def is_described(t: Tensor) -> bool:
-    """Whether a descriptor can stand for it: half precision, rows of a power of two, 16 bytes or a multiple apart."""
+    """Whether a descriptor can describe it: half precision, row sizes a power of two, other strides multiples of 16 bytes."""
     near = t.dtype.itemsize == 2 and t.stride(-1) == 1 and power_of_2(max(16, t.shape[-1])) == t.shape[-1] and is_aligned(t)
     return near and 0 not in t.shape and all(s > 0 and s % 8 == 0 for s in t.stride()[:3])
 
@@ -133,12 +133,12 @@ def launch_key_gradients(p: Problem, c: Config) -> Launch:
 
 
 def fits(p: Problem, c: Config) -> bool:
-    """Tiles that the matrix units take."""
+    """Whether the matrix units accept tiles of these sizes."""
     return min(c.block_m, c.block_n) >= 16 and (p.described or not c.described)
 
 
 def _truth(p: Problem, *tensors: Tensor) -> list[Tensor]:
-    """Arguments as they are seen by the kernel, in wider numbers, with their heads repeated."""
+    """Arguments as the kernel sees them, in a wider dtype, with heads of keys and values repeated."""
     shapes = [(p.B, p.h * p.groups, p.T, p.d), (p.B, p.h, p.S, p.d), (p.B, p.h, p.S, p.e), (p.B, p.h * p.groups, p.T, p.e)]
     wide = torch.float32 if p.half else torch.float64
     return [t.as_strided(shape, (*s, 1)).to(wide) for t, shape, s in zip(tensors, shapes, (p.q, p.k, p.v, p.grad))]
@@ -154,7 +154,7 @@ def expected(p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: 
 def expected_gradients(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, dots: Tensor | None, *made: Tensor | None
 ) -> dict[int, Tensor]:
-    """For the search: by torch, of whichever gradients are asked for."""
+    """For the search: by torch, those gradients that are needed."""
     x, y, z, g = _truth(p, q, k, v, grad)
     with torch.enable_grad():
         inputs = [t.requires_grad_() for t in (x, y, z)]

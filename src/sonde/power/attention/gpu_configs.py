@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-Strides = tuple[int, int, int]  # of batch, head and row; numbers of a row lie together
+Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
 class Problem(NamedTuple):
     B: int
     h: int  # heads of keys and values
-    groups: int  # heads of queries for each
+    groups: int  # heads of queries for each of them
     T: int  # queries
     S: int  # keys
     d: int
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     v: Strides
     out: Strides
     grad: Strides
-    units: tuple[int, ...]  # what divides the strides of rows of q, k, v, out and grad
+    units: tuple[int, ...]  # divisors of the row strides of q, k, v, out and grad
     common: torch.dtype
     wide: torch.dtype
     precision: str
@@ -79,7 +79,7 @@ def forward_candidates(p: Problem) -> list[Config]:
 
 
 def query_config(p: Problem) -> Config:
-    """Of the gradients of queries, which stay while keys pass by."""
+    """For the gradients of queries: queries stay in registers, the loop runs over keys."""
     if not p.half:
         return Config(16, 16, 8, 1)
     if min(p.units[:3]) >= 8 and p.widest <= 128:
@@ -88,7 +88,7 @@ def query_config(p: Problem) -> Config:
 
 
 def backward_config(p: Problem) -> Config:
-    """Of the gradients of keys and values, which stay while queries pass by."""
+    """For the gradients of keys and values: these stay in registers, the loop runs over queries."""
     if not p.half:
         return Config(16, 16, 4, 1)
     if min(p.units[:3]) < 8:
@@ -96,7 +96,7 @@ def backward_config(p: Problem) -> Config:
     if p.widest <= 64:
         return Config(64, 64, 4, 1)
     if p.widest <= 128:
-        return Config(16, 64, 4, 1)  # 64 queries at a time would take a third less, and spill
+        return Config(16, 64, 4, 1)  # 64 queries at a time would take a third less time, but spill
     return Config(32, 32, 8, 1)
 
 

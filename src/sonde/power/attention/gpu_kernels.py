@@ -1,4 +1,4 @@
-"""Attention's kernels: the forward pass, and the gradients of queries and of keys and values, each from weights computed again."""
+"""Attention's kernels: the forward pass, and the gradients of queries and of keys and values, which recompute the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def load_columns(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
-    """The same, turned: [WIDTH, rows]."""
+    """The same, transposed: [WIDTH, rows]."""
     column = tl.arange(0, BLOCK)[:, None]
     if WIDTH == BLOCK:
         return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :], other=0).to(COMMON)
@@ -59,7 +59,7 @@ def add_keys(
         else:
             keys, values = load_columns(k, j, S, k_step, D, BD, COMMON), load_rows(v, j, S, v_step, E, BE, COMMON)
         logits = tl.dot(queries, keys, input_precision=PRECISION, out_dtype=total.dtype)
-        if NEGATIVE:  # the largest product is then not that of the largest logit
+        if NEGATIVE:  # a negative scale: the largest product would not be the largest logit
             logits = -logits
         if MASKED:
             logits = tl.where(sees(i[:, None], j[None, :], S, CAUSAL), logits, -float("inf"))
@@ -74,7 +74,7 @@ def _attend(
     v,  # [B, h, S, e], rows contiguous
     out,  # [B, h · groups, T, e], contiguous
     lse,  # [B, h · groups, T]
-    lost,  # [B, h · groups, T, e], what rounding takes from `out`; None where it takes nothing
+    lost,  # [B, h · groups, T, e], the rounding error of `out`; None if there is none
     B_h,
     groups,
     T,
@@ -95,7 +95,7 @@ def _attend(
     BD: tl.constexpr,
     BE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    NEGATIVE: tl.constexpr,  # the scale is, and comes without its sign
+    NEGATIVE: tl.constexpr,  # the scale is negative, and is passed without its sign
     DESCRIBED: tl.constexpr,  # q, k and v are descriptors of [B, heads, rows, numbers]
     ACC: tl.constexpr,
     COMMON: tl.constexpr,
@@ -118,7 +118,7 @@ def _attend(
         v += batch.to(tl.int64) * multiple(v_batch, UNITS[2]) + shared.to(tl.int64) * multiple(v_head, UNITS[2])
         q += batch.to(tl.int64) * multiple(q_batch, UNITS[0]) + head.to(tl.int64) * multiple(q_head, UNITS[0])
         queries = load_rows(q, i, T, multiple(q_row, UNITS[0]), D, BD, COMMON)
-    factor = exact(scale, scale_low, ACC) * 1.4426950408889634  # logits count powers of two
+    factor = exact(scale, scale_low, ACC) * 1.4426950408889634  # logits are exponents of two
     total = tl.zeros([BM, BE], ACC)
     norm = tl.zeros([BM], ACC)
     most = tl.full([BM], -float("inf"), ACC)
@@ -266,7 +266,7 @@ def _key_gradients(
     grad,
     lse,
     dots,
-    d_k,  # contiguous; None where nobody asked
+    d_k,  # contiguous; None if not needed
     d_v,
     B_h,
     groups,

@@ -24,12 +24,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """The one that is given, or 1/√d; not in the operator's arguments, since a graph whose sizes vary cannot hold it."""
+    """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def residual_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Of what the result loses when it is rounded, which its gradient needs; None where it loses nothing."""
+    """The dtype of the result's rounding error, which the gradient needs; None if the result is not rounded."""
     wide = accumulator(q, k, v)
     if q.dtype == wide:
         return None

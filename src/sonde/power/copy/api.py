@@ -30,11 +30,11 @@ _copy = operator(
 
 
 def copy(x: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """A contiguous copy of a tensor of any strides. The smallest operator there is, and the yardstick of bandwidth.
+    """A contiguous copy of a tensor of any strides. The simplest operator, and our measure of bandwidth.
 
     Convention:
-        Dimensions that lie behind each other in memory are merged, and then tiles are read along the dimension that is
-        contiguous in `x` and written along the one that is contiguous in the result. The gradient is a contiguous copy of the
+        Dimensions that are adjacent in memory are merged. Tiles are read along the dimension that is contiguous in `x` and
+        written along the one that is contiguous in the result. The gradient is a contiguous copy of the
         incoming one.
 
     Args:
@@ -42,7 +42,7 @@ def copy(x: Tensor, *, impl: Impl = "auto") -> Tensor:
         impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
 
     Returns:
-        The same numbers in the same dtype, contiguous, never the memory of `x`.
+        The same numbers in the same dtype, contiguous, always in new memory.
 
     Example:
         >>> import torch, sonde

@@ -38,7 +38,7 @@ def make(
     """Arguments of ``copy``: [B, M, N] whose dimensions lie in memory in this `order`."""
     g = torch.Generator(device).manual_seed(seed)
     x = torch.randn(B, M, N * step, device=device, generator=g).to(dtype)[..., ::step]
-    if split:  # [B, split, M / split, N], of a tensor whose heads come after its tokens
+    if split:  # [B, split, M / split, N], a view of a tensor whose heads come after its tokens
         return (x.unflatten(1, (-1, split)).transpose(1, 2),)
     back = [order.index(i) for i in range(3)]
     return (x.permute(order).contiguous().permute(back) if order != (0, 1, 2) else x,)

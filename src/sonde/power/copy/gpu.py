@@ -53,7 +53,7 @@ def problem_of(x: Tensor) -> Problem | None:
         out.insert(0, out[0] * n)
     last = len(sizes) - 1
     near = min(range(last + 1), key=lambda d: (abs(strides[d]) if sizes[d] > 1 and strides[d] else 2**62, -d))
-    m = near if near != last else last - 1  # tiles are squares where the input's nearest dimension is another
+    m = near if near != last else last - 1  # tiles are squares if the input's contiguous dimension is another
     order = [d for d in range(last + 1) if d not in (m, last)]
     blank = [1] * (5 - len(order))
     rows = (sizes[m], strides[m], out[m]) if m >= 0 else (1, 0, 0)
@@ -72,7 +72,7 @@ def problem_of(x: Tensor) -> Problem | None:
 
 
 def merged(x: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides without dimensions of one, and with those as one that lie behind each other."""
+    """Sizes and strides without dimensions of size 1, with dimensions merged that are adjacent in memory."""
     sizes: list[int] = []
     strides: list[int] = []
     for n, s in zip(x.shape, x.stride()):

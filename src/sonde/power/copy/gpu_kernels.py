@@ -1,4 +1,4 @@
-"""The copy's kernel: a tile is read along the input's nearest dimension and written along the result's."""
+"""The copy's kernel: a tile is read along the input's fastest dimension and written along the result's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .._device.tiles import multiple, places, step
 
 
 class Problem(NamedTuple):
-    """Copy [n0, …, n4, M, N] of any strides; N is the result's nearest dimension, M the input's, if that is another."""
+    """Copy [n0, …, n4, M, N] of any strides; N is the result's fastest dimension, M the input's, if that is another."""
 
     outer: tuple[int, int, int, int, int]
     M: int
     N: int
-    x: tuple[int, ...]  # strides of the input, as the sizes
-    out: tuple[int, ...]  # and of the result, but for that of N, which is 1
-    units: tuple[int, ...]  # what divides M, N, the strides of M and N in x and that of M in out; 0 stands for a stride of 1
+    x: tuple[int, ...]  # strides of the input, in the order of the sizes
+    out: tuple[int, ...]  # strides of the result, except that of N, which is 1
+    units: tuple[int, ...]  # divisors of M, N, the strides of M and N in x and that of M in out; 0 stands for a stride of 1
     far: bool
 
 

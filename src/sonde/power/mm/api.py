@@ -41,10 +41,10 @@ def mm(a: Tensor, b: Tensor, *, impl: Impl = "auto") -> Tensor:
     r"""Product of matrices: $\mathrm{out}_{mn} = \sum_k a_{mk}\,b_{kn}$.
 
     Convention:
-        Any strides; transposed and sliced operands are read where they lie. Sums run in float32, or in float64 if any operand
+        Any strides; transposed and sliced operands are read in place. Sums run in float32, or in float64 if any operand
         is float64, and are rounded once. Operands of different dtypes are multiplied in the one that holds both. float32 is
         multiplied as float32, unless ``torch.backends.cuda.matmul.allow_tf32`` is on; CPUs ignore that switch. Both operands have
-        gradients, which are products, too. Every result has the same bits in every run.
+        gradients, which are products too. Every result has the same bits in every run.
 
     Args:
         a: ``[…, M, K]``.

@@ -41,7 +41,7 @@ def make(
     """Arguments of ``mm``; sizes that other operators have are ignored."""
     g = torch.Generator(device).manual_seed(seed)
     a, b = (torch.randn(B, *shape, device=device, generator=g) for shape in ((M, K), (K, N)))
-    if layout == "hostile":  # terms that cancel, beside large ones
+    if layout == "hostile":  # every other row is a thousand times larger
         a[:, ::2] *= 1e3
     a, b = a.to(dtype), b.to(dtype)
     return (a.mT.contiguous().mT, b.mT.contiguous().mT) if turned else (a, b)

@@ -17,7 +17,7 @@ def forward_pass(a: Tensor, b: Tensor, tf32: bool) -> Pass:
 
 
 def backward_pass(grad: Tensor, a: Tensor, b: Tensor, tf32: bool, *, needs: Sequence[bool], deterministic: bool) -> Pass:
-    """∂a = ∂out·bᵀ, ∂b = aᵀ·∂out; the transposed operands are read where they lie."""
+    """∂a = ∂out·bᵀ, ∂b = aᵀ·∂out; the transposed operands are read in place."""
     p = Pass(a.device, accumulator(a, b), dict(grad=grad, a=a, b=b))
     found = []
     if needs[0]:

@@ -60,17 +60,17 @@ def sympow(x: Tensor, power: int, *, d_tile: int | None = None, dim: int = -1, s
 
     Convention:
         x is cut into n = d / d_tile tiles, and $s_t$ runs through the sequences of p tiles that do not increase, its first
-        index fastest: for n = 3 and p = 2 (0,0) (1,0) (2,0) (1,1) (2,1) (2,2). mult(s) is the number of its different orders. So
+        index fastest: for n = 3 and p = 2 (0,0) (1,0) (2,0) (1,1) (2,1) (2,2). mult(s) is the number of its distinct permutations.
         D = C(n + p − 1, p) · d_tileᵖ (:func:`sympow_dim`); ``d_tile=1`` is the smallest basis, ``d_tile=d`` the full tensor
-        power. Products and roots are taken in float32, or in float64, and rounded once. The gradient is fused, higher ones go
-        through the reference.
+        power. Products and roots are taken in float32, or in float64, and rounded once. The first derivative is fused,
+        higher ones go through the reference.
 
     Args:
         x: ``[…, d]``.
         power: p, from 1 to 4.
         d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given.
-        dim: Of d, in `x` and in the result.
-        scaled: ``False`` leaves the root out.
+        dim: The dimension to expand: d in `x`, D in the result.
+        scaled: ``False`` omits the root.
         impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
 
     Returns:
@@ -90,7 +90,7 @@ def sympow_dim(d: int, power: int, d_tile: int | None = None) -> int:
     """D, the size of :func:`sympow`'s result: C(d / d_tile + power − 1, power) · d_tile**power.
 
     Args:
-        d: Size of what is raised to the power.
+        d: Size of the vector that is raised to the power.
         power: From 1 to 4.
         d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given.
 

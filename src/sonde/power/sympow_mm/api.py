@@ -69,7 +69,7 @@ def arguments(
     alpha, beta = factors["alpha"] * factors["scale"], factors["beta"]
     if accumulate is not None and beta == 0:
         _shapes(a, b, accumulate, power, expand, d_tile, scaled, alpha, beta, False)
-        accumulate = None  # as BLAS has it, what is not added is not read
+        accumulate = None  # as in BLAS, it is not read if beta is 0
     return a, b, accumulate, power, expand, d_tile, scaled, alpha, beta, tf32()
 
 
@@ -84,7 +84,7 @@ def sympow_mm(
 
     Convention:
         φ expands d to D = :func:`sympow_dim`: the last dimension of `a`, which is summed over, or the one before it, which is
-        kept. ``"k"`` asks a state with queries, ``"m"`` sums up a state of keys and values. The order of φ's columns is that of
+        kept. ``"k"`` applies queries to a state, ``"m"`` builds a state from keys and values. The order of φ's columns is that of
         :func:`sympow`. Sums run in float32, or in float64 if any operand is float64; half-precision φ is rounded as ``sympow``
         rounds it, before it is multiplied, or more exactly. float32 is multiplied as float32, unless
         ``torch.backends.cuda.matmul.allow_tf32`` is on. The gradient of `b` is the other expansion, that of `a` one kernel, which
@@ -94,10 +94,10 @@ def sympow_mm(
         a: ``[…, M, d]`` for ``expand="k"``, ``[…, d, K]`` for ``"m"``.
         b: ``[…, D, N]`` or ``[…, K, N]``, with the same leading dimensions.
         power: From 1 to 4.
-        expand: Which dimension of the product φ is.
+        expand: Whether φ's columns are summed over (``"k"``) or are rows of the result (``"m"``).
         d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given. 4, 8 and 16 are fast for the power 2.
         scale: Multiplies φ.
-        scaled: ``False`` leaves the roots of multiplicities out.
+        scaled: ``False`` omits the roots of multiplicities.
         accumulate: Added, if `beta` is not 0; of the result's shape.
         alpha: Multiplies the product.
         beta: Multiplies `accumulate`.

@@ -30,7 +30,7 @@ def sums(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 
 def gradient(basis: Basis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
-    """∂x [R, d], where ∂φ is the product of rows and the transposed state."""
+    """∂x [R, d]; ∂φ is the product of rows and the transposed state."""
     scratch = torch.empty(0, dtype=x.dtype)
     for rows in basis.blocks(len(x)):
         phi = torch.mm(rows_of[rows], state.mT, out=scratch.new_empty(len(x[rows]), basis.D))

@@ -1,4 +1,4 @@
-"""Triton implementation of ``sympow_mm``: whichever the expansion, `x` are the rows that φ is taken of, and `s` has D rows."""
+"""Triton implementation of ``sympow_mm``: in both expansions `x` has the rows to which φ is applied, and `s` has D rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def backward_pass(
     grad: Tensor, a: Tensor, b: Tensor, accumulate: Tensor | None, power: int, expand: str, d_tile: int, scaled: bool, alpha: float,
     beta: float, tf32: bool, *, needs: Sequence[bool], deterministic: bool,
 ) -> Pass:  # fmt: skip
-    """∂b = φᵀ·∂out or φ·∂out; ∂φ is the product of the rows that φ was summed with and the transposed rest."""
+    """∂b = φᵀ·∂out or φ·∂out; ∂φ is a product of the other operand and ∂out, one of them transposed."""
     p = Pass(a.device, accumulator(a, b, accumulate), dict(grad=grad, a=a, b=b, accumulate=accumulate))
     g, y, x, N = slab(p, "grad"), slab(p, "b"), slab(p, "a"), b.shape[2]
     x = x if expand == "k" else x.T
