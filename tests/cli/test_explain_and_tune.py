@@ -213,7 +213,7 @@ def test_tune(capsys, quick, tmp_path):
     names += ["power.attend", "power.query_gradients", "power.key_gradients"]
     assert [name for name, *_ in quick] == names
     assert {limits for _, *limits in map(tuple, quick) for limits in [tuple(limits)]} == {(3, 5, 60.0)}
-    assert out.startswith("interpreter: 27 of 27 kernels searched")
+    assert out.startswith("interpreter: 31 of 31 kernels searched")
     row = out.splitlines()[3]
     for word in ("grid.rows", "f32 f32 f32 f32", "C=4", "H≥2 W≥2 Q≥2 D≥2", "block_q=", "20.0", "10.0", "2.00×", " 5 ", " 1 "):
         assert word in row
