@@ -15,15 +15,15 @@ import inspect
 import json
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-import sonde
-
 OPERATORS = {
-    "grid": ("sample_sum", "sample_dot", "grid_sample", "deformable_aggregation", "ms_deform_attn"),
+    "grid": ("sample_sum", "sample_dot", "sample_attention", "grid_sample", "deformable_aggregation", "ms_deform_attn"),
     "points": ("knn", "radius_neighbors", "radius_search", "knn_aggregate", "radius_aggregate"),
+    "power": ("copy", "mm", "sympow", "sympow_mm", "attention"),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -65,7 +65,10 @@ def main() -> None:
     made = {}
     for family, names in OPERATORS.items():
         for name in names:
-            function, cases = getattr(sonde, name), import_module(f"sonde.{family}.{name}.cases")
+            if find_spec(f"sonde.{family}") is None or find_spec(f"sonde.{family}.{name}") is None:
+                continue  # an older tree
+            function = getattr(import_module(f"sonde.{family}"), name)
+            cases = import_module(f"sonde.{family}.{name}.cases")
             for case, sizes in cases.SMALL.items():
                 for dtype in DTYPES:
                     for deterministic in (False, True):
