@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads must not 
 
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; some tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; some tests send SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
@@ -28,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 if find_spec("triton"):
     from sonde.grid._device import layout
 
-    layout.FEW = 200  # numbers: so that some of the small cases read planes where they lie and others convert them
+    layout.FEW = 200  # numbers, chosen so that some small cases read planes where they lie and others convert them
 
 try:
     from hypothesis import HealthCheck, settings
@@ -43,7 +43,7 @@ else:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config):
-    """Run the whole suite on one process per core, with work stealing, unless there is a GPU, which they would have to share."""
+    """Run the whole suite on one process per core, with work stealing, unless there is a GPU, which all would have to share."""
     given = config.option
     all_of_them = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput") and not given.keyword
     watched = given.usepdb or given.trace or given.collectonly or given.capture == "no"
@@ -55,7 +55,7 @@ def pytest_cmdline_main(config):
 def pytest_collection_modifyitems(config, items):
     """Deselect tests that do not apply to an operator; mark those that take too long without a GPU as slow.
 
-    A test marked ``gpu`` is skipped, not failed, if it is asked for on a machine without one.
+    A test marked ``gpu`` that was requested on a machine without one is skipped, not failed.
     """
     config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
     items[:] = sorted((item for item in items if applies(item)), key=lambda item: "longest" not in item.keywords)
@@ -75,14 +75,14 @@ def operator(request) -> Operator:
 
 @pytest.fixture(params=[Target("triton"), Target("numba")])
 def target(request) -> Target:
-    """An implementation and the device whose tensors it takes in this run."""
+    """An implementation and the device of the tensors that it gets in this run."""
     pytest.importorskip(request.param)
     return request.param
 
 
 @pytest.fixture(params=[Target("reference"), Target("triton"), Target("numba")])
 def impl(request) -> Target:
-    """Like `target`, and also the reference, for tests that do not compare with the reference."""
+    """Like `target`, plus the reference, for tests that do not compare with the reference."""
     if request.param != "reference":
         pytest.importorskip(request.param)
     return request.param

@@ -40,19 +40,19 @@ from sonde.operators import OPERATORS, Operator
 FUZZED = [operator for operator in OPERATORS.values() if operator.graded]
 REFUSALS = (TypeError, ValueError, NotImplementedError)
 SIZES = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 40)
-FEW = (0, 1, 1, 2, 3, 4, 5, 7, 9)  # where an interpreter loops over them, or sizes multiply
+FEW = (0, 1, 1, 2, 3, 4, 5, 7, 9)  # for sizes that an interpreter loops over or that multiply
 
 
 class Case(NamedTuple):
     operator: Operator
     args: tuple
-    given: tuple  # the same values in other layouts, or something wrong
+    given: tuple  # the same values in other layouts, or an invalid argument
     wrong: str  # what is wrong, if anything
-    said: str  # enough to read in a report
+    said: str  # a description for the report
 
 
 def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
-    """The same for the same seed."""
+    """The same seed gives the same case."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     found = operator or choose.choice(FUZZED)
@@ -68,7 +68,7 @@ def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
     if "dims" in sizes:
         sizes["dims"] = choose.choice((1, 2, 3, 3))
     if "N" in sizes and not few and choose.random() < 0.3:
-        sizes["N"] = choose.choice((64, 65, 100, 333))  # around what makes a tree of its own
+        sizes["N"] = choose.choice((64, 65, 100, 333))  # around the smallest size of a tree
     if sizes.get("sigma_shape"):
         sizes["sigma_shape"] = (sizes["B"],)
     if sizes.get("layout") == "ragged":
@@ -79,7 +79,7 @@ def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
         coords = None  # distances are as exact as coordinates, so wide features on narrow ones need bounds of their own
     try:
         args = found.make(**{"seed": seed, **sizes}, dtype=dtype, coords=coords, device=target.device)
-    except (ZeroDivisionError, IndexError, RuntimeError):  # sizes of which no such input can be made
+    except (ZeroDivisionError, IndexError, RuntimeError):  # no input of these sizes exists
         return case(seed + 1_000_003, target, operator)
     layouts = [choose.choice((*LAYOUTS[:-3], "misaligned", "padded_rows")) if choose.random() < 0.4 else "contiguous" for _ in args]
     given = tuple(restride(x, how) if isinstance(x, Tensor) and x.ndim and x.numel() else x for x, how in zip(args, layouts))
@@ -91,7 +91,7 @@ def case(seed: int, target: Target, operator: Operator | None = None) -> Case:
 
 
 def sabotage(choose: random.Random, args: Sequence) -> tuple[tuple, str]:
-    """One argument, changed into what it should not be; some of these are right after all."""
+    """Change one argument into something it should not be; a few of the results are still valid."""
     args, i = list(args), choose.randrange(len(args))
     x = args[i]
     ways: dict[str, Any] = {
@@ -135,7 +135,7 @@ def sabotage(choose: random.Random, args: Sequence) -> tuple[tuple, str]:
 
 
 def run(case: Case, target: Target) -> str:
-    """What came of it; an AssertionError or any other exception is a finding."""
+    """What came of the call, in a word; an AssertionError or any other unexpected exception is a finding."""
     if case.wrong:
         try:
             args = leaves(case.given)

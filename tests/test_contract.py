@@ -1,4 +1,4 @@
-"""What every operator must satisfy, in every implementation. A new operator joins by its entry in ``sonde.operators``."""
+"""What every operator must satisfy in every implementation. Its entry in ``sonde.operators`` includes a new operator."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -41,13 +41,13 @@ from sonde.operators import OPERATORS, Operator
 try:
     from hypothesis import given
     from hypothesis import strategies as st
-except ImportError:  # the GPU machine has none
+except ImportError:  # not installed on the GPU machine
     given = None
 needs_hypothesis = pytest.mark.skipif(given is None, reason="needs hypothesis")
 
 HAS_COMPILER = bool(shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"))
 BACKEND = "inductor" if HAS_GPU or HAS_COMPILER else "aot_eager"
-TINY = dict(B=2, C=3, H=4, W=5, Q=3, D=2, heads=2, octaves=1, layout="uniform")  # no sample on an edge between pixels
+TINY = dict(B=2, C=3, H=4, W=5, Q=3, D=2, heads=2, octaves=1, layout="uniform")  # no sample lies on an edge between pixels
 MIXED = [  # features, everything else
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -63,7 +63,7 @@ def short(x) -> str:
 
 
 def tiny(operator: Operator, target: Target | str = "cpu", dtype: torch.dtype = torch.float64, **options) -> tuple:
-    """Arguments small enough to interpret many times."""
+    """Arguments small enough for many interpreted calls."""
     device = target.device if isinstance(target, Target) else target
     return operator.make(**{**TINY, **options}, dtype=dtype, device=device)
 
@@ -75,7 +75,7 @@ def tiny(operator: Operator, target: Target | str = "cpu", dtype: torch.dtype = 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("operator", "case"), cases())
 def test_values_and_gradients(operator, case, dtype, target):
-    """The definition is what runs: every edge, with stray reads, unwritten outputs and stray writes made visible."""
+    """Every small case agrees with the reference; out-of-bounds reads and writes and unwritten results are detected."""
     if target.interpreted and dtype not in (torch.float32, torch.bfloat16) and case not in ("odd_sizes", "hostile"):
         pytest.skip("the interpreter is slow; float32 and bfloat16 stand for the rest here")
     brief = target.interpreted and operator.in_full is not None and case not in operator.in_full
@@ -92,7 +92,7 @@ def test_values_and_gradients(operator, case, dtype, target):
 
 @pytest.mark.parametrize(("features", "others"), MIXED, ids=short)
 def test_mixed_dtypes(operator, target, features, others):
-    """bf16 features with fp32 coordinates is the normal case under autocast; nothing is rounded twice or promoted."""
+    """bf16 features with fp32 coordinates, the normal case under autocast, are neither rounded twice nor promoted."""
     args = tiny(operator, target, features)
     first = floats(args)[0]
     args = [redzone(a.to(others)) if i in floats(args) and i != first else redzone(a) for i, a in enumerate(args)]
@@ -103,14 +103,14 @@ def test_mixed_dtypes(operator, target, features, others):
 
 
 def test_single_wide_operand_widens_the_sum(operator, target):
-    """One float64 operand is enough for float64 accumulation, whichever it is."""
+    """One float64 operand, whichever it is, makes the accumulation float64."""
     args = tiny(operator, target, torch.float32)
     for wide in floats(args):
         assert_agrees(operator, target, replaced(args, [wide], [args[wide].double()]), operator.arguments[wide])
 
 
 def test_autocast_changes_nothing(operator, target):
-    """Autocast neither lowers coordinates nor results."""
+    """Autocast lowers the precision of neither coordinates nor results."""
     args = tiny(operator, target, torch.float32)
     outs, grads = value_and_grads(operator.call(target), args)
     with deterministic(), torch.autocast(target.device, torch.bfloat16):
@@ -123,7 +123,7 @@ def test_autocast_changes_nothing(operator, target):
 
 @pytest.mark.asks("passes")
 def test_modes_without_gradients(operator, target):
-    """no_grad, inference mode and inputs that ask for nothing give the same bits and no graph."""
+    """no_grad, inference mode and inputs without requires_grad give the same bits and no graph."""
     args = tiny(operator, target, torch.float32)
     want = tuple_of(operator.call(target)(*leaves(args)))
     assert all(o.requires_grad for o in want)
@@ -140,20 +140,20 @@ def test_modes_without_gradients(operator, target):
 @pytest.mark.asks("operator")
 @pytest.mark.parametrize("impl", [Target("reference"), Target("triton"), Target("numba")])
 def test_gradcheck(operator, impl):
-    """Both derivatives against finite differences: what the kernels yield and what is derived from them."""
+    """First and second derivatives agree with finite differences: those of the kernels and those derived from them."""
     target = Target(impl)
     if impl != "reference":
         pytest.importorskip(impl)
     args = leaves(tiny(operator, target, **(dict(B=1, heads=1) if target.interpreted else {})))
     fn = operator.call(impl)
-    with deterministic():  # finite differences must not see atomics
+    with deterministic():  # atomics would add noise to finite differences
         assert torch.autograd.gradcheck(fn, args, fast_mode=target.interpreted)
         assert torch.autograd.gradgradcheck(fn, args, fast_mode=True)
 
 
 @pytest.mark.asks("passes")
 def test_only_the_needed_gradients(operator, target, monkeypatch):
-    """Whoever trains one input does not pay for the others."""
+    """Only the gradients that are needed are computed."""
     args = tiny(operator, target)
     wanted = floats(args)
     _, want = value_and_grads(operator.reference, args)
@@ -183,7 +183,7 @@ def test_only_the_needed_gradients(operator, target, monkeypatch):
 @pytest.mark.not_for("sizes_from_data", "what it saves are its lists, of any length")
 @pytest.mark.asks("torch")
 def test_saves_nothing_but_its_inputs(operator, target):
-    """No converted copy of the images waits for the backward pass."""
+    """The graph saves inputs and results only: no converted copy of the images is kept for the backward pass."""
     args = leaves(tiny(operator, target, torch.float32))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -192,14 +192,14 @@ def test_saves_nothing_but_its_inputs(operator, target):
     extra = {t.untyped_storage().data_ptr(): t for t in kept if t.untyped_storage().data_ptr() not in allowed}
     results = [a.name for a in operator.op.backward_op._schema.arguments if a.name.startswith("result")]
     assert kept
-    assert len(extra) <= len(results) + operator.lists  # what the operator says it saves; and where there are neighbours
+    assert len(extra) <= len(results) + operator.lists  # results that the operator declares as saved, and its lists of neighbours
     assert all(t.shape[:2] == out[0].shape[:2] for t in extra.values())
 
 
 @pytest.mark.not_for("linear", "the derivative of its gradient is zero")
 @pytest.mark.asks("torch")
 def test_derivative_of_a_graph_comes_from_kernels(operator, target, monkeypatch):
-    """create_graph=True pays for the reference only if someone differentiates again."""
+    """create_graph=True uses the kernels; the reference runs only if the gradient is differentiated again."""
     args = leaves(tiny(operator, target))
     calls = spy(monkeypatch, operator, target.impl)
     out = tuple_of(operator.call(target)(*args))
@@ -223,8 +223,8 @@ def values(operator: Operator, args) -> list[int]:
 @pytest.mark.asks("passes")
 @pytest.mark.parametrize("layout", ["uniform", "hostile"])
 def test_values_that_are_not_finite(operator, target, layout):
-    """An entry is finite in every implementation or in none, and what is finite has no part in it."""
-    narrow = dict(sigma=0.005) if operator.lists and layout == "uniform" else {}  # so that some neighbours weigh nothing
+    """Entries that are not finite are the same ones as in the reference, and the finite ones keep its values."""
+    narrow = dict(sigma=0.005) if operator.lists and layout == "uniform" else {}  # so small that some neighbours have weight zero
     args = tiny(operator, target, torch.float32, B=1, Q=5, D=4, layout=layout, **narrow)
     grads = cotangents(tuple_of(operator.reference(*args)))
     names, some = ["value", *(f"gradient of {operator.arguments[i]}" for i in floats(args))], 0
@@ -250,7 +250,7 @@ def test_values_that_are_not_finite(operator, target, layout):
 @pytest.mark.not_for("sees_nowhere", "nothing of it can be absent")
 @pytest.mark.parametrize("why", ["outside", "not finite", "nothing to see"])
 def test_what_is_absent_is_never_read(operator, impl, why):
-    """Pixels and neighbours that are not there meet no weight, no query and no gradient, whatever those are: zeros everywhere."""
+    """Samples outside and absent neighbours give zeros everywhere, even if values, weights and gradients are infinite."""
     empty = {"N" if operator.lists else "H": 0} if why == "nothing to see" else {}
     args = list(tiny(operator, impl, torch.float32, B=1, **empty))
     for i in values(operator, args):
@@ -271,7 +271,7 @@ def test_what_is_absent_is_never_read(operator, impl, why):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_layouts(operator, target, layout, dtype):
-    """Any strides of any input give what the contiguous copy gives, in red zones, for every argument and for all at once."""
+    """Inputs of any strides, one at a time or all at once, give what contiguous copies give, without a read out of bounds."""
     args = tiny(operator, target, dtype) if target.interpreted else operator.make("odd_sizes", dtype=dtype, device=target.device)
     for which in [floats(args)] if target.interpreted else [*([i] for i in floats(args)), floats(args)]:
         moved = replaced(args, which, [redzone(restride(args[i], layout)) for i in which])
@@ -281,7 +281,7 @@ def test_layouts(operator, target, layout, dtype):
 
 
 def test_layout_of_the_cotangent(operator, target):
-    """``sum().backward()`` sends an expanded zero-stride gradient, a transpose a strided one."""
+    """Gradients of any strides are accepted: ``sum().backward()`` sends one with zero strides, a transpose a strided one."""
     args = tiny(operator, target)
     outs = tuple_of(operator.reference(*args))
     ones = [torch.ones((), dtype=o.dtype, device=o.device).expand(o.shape) for o in outs]
@@ -295,7 +295,7 @@ def test_layout_of_the_cotangent(operator, target):
 
 
 def test_what_was_saved_may_come_back_otherwise(operator, target):
-    """Hooks such as ``save_on_cpu`` keep values, not strides; what was decided for other strides is not done to these."""
+    """Hooks such as ``save_on_cpu`` keep values but not strides; a backward pass prepared for other strides is not used then."""
     args = tiny(operator, target)
     moved = [restride(a, "reversed") if i in floats(args) else a for i, a in enumerate(args)]
     for given in (moved, args):
@@ -308,7 +308,7 @@ def test_what_was_saved_may_come_back_otherwise(operator, target):
 
 
 def test_memory_may_be_replaced_before_the_backward_pass(operator, target):
-    """``x.data = …`` changes the strides of a saved leaf, and no version counter shows it."""
+    """``x.data = …`` changes the strides of a saved leaf without a change of its version counter; gradients are still right."""
     args = tiny(operator, target)
     _, want = value_and_grads(operator.call(target), args)
     given = leaves(args)
@@ -320,7 +320,7 @@ def test_memory_may_be_replaced_before_the_backward_pass(operator, target):
 
 
 def test_negated_views(operator, target):
-    """``z.conj().imag`` is memory with the opposite sign, marked by torch's negative bit; kernels must receive the true values."""
+    """``z.conj().imag`` stores values with the opposite sign, marked by torch's negative bit; kernels must get the true values."""
     args = tiny(operator, target)
     want = value_and_grads(operator.call(target), args)
     given = leaves(args)
@@ -335,7 +335,7 @@ def test_negated_views(operator, target):
 
 
 def test_layout_of_results(operator, target):
-    """Gradients of channels-last images are channels-last; everything else is contiguous, as the fake function says."""
+    """Gradients of channels-last images are channels-last, all other results are contiguous, as the fake function says."""
     args = tiny(operator, target, torch.float32)
     for layout in LAYOUTS:
         moved = [restride(a, layout) if i in floats(args) else a for i, a in enumerate(args)]
@@ -352,7 +352,7 @@ def test_layout_of_results(operator, target):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_channels_last_images_are_never_copied(operator, target, phase, monkeypatch):
-    """No allocation of the launchers is as large as the images, which dwarf everything else."""
+    """The launchers allocate nothing as large as the images, which are by far the largest argument."""
     if not operator.has_images:
         pytest.skip("rows of channels are what they are")
     args = list(operator.make(B=1, C=8, H=256, W=256, Q=2, D=2, heads=1, octaves=1, device=target.device))
@@ -360,7 +360,7 @@ def test_channels_last_images_are_never_copied(operator, target, phase, monkeypa
     given = [a.detach().requires_grad_(i > 0) if i in floats(args) else a for i, a in enumerate(args)]
     operator.call(target)(*given)  # compile first
     found = allocations(monkeypatch, operator, target.impl)
-    if target.impl == "numba":  # numpy's memory is traced, torch's is not
+    if target.impl == "numba":  # memory of NumPy is traced, that of torch is not
         tracemalloc.start()
     try:
         if phase == "forward":
@@ -377,7 +377,7 @@ def test_channels_last_images_are_never_copied(operator, target, phase, monkeypa
 
 
 def test_forced_64_bit_offsets(operator, triton_target, monkeypatch):
-    """The wide form of every kernel gives the bits of the narrow one."""
+    """With 64-bit offsets every kernel gives the same bits as with 32-bit offsets."""
     modules = [m for m in (operator.shared(".gpu"), operator.kernels("triton")) if hasattr(m, "FORCE_INT64")]
     for case, dtype in (("odd_sizes", torch.float32), ("hostile", torch.bfloat16)):
         args = operator.make(case, dtype=dtype, device=triton_target.device)
@@ -400,7 +400,7 @@ def test_storage_beyond_32_bits(operator, target, layout):
 
     def compare():
         if target.interpreted or operator.by_torch:
-            torch.set_num_threads(1)  # a child has none of its parent's, and torch.sort would wait for them
+            torch.set_num_threads(1)  # a forked child lacks its parent's threads, and torch.sort would wait for them
         huge = torch.empty(rows.shape[0] * far, dtype=rows.dtype, device=rows.device)
         images = huge.as_strided(rows.shape, (far, *rows.stride()[1:]))
         images.copy_(rows)
@@ -410,7 +410,7 @@ def test_storage_beyond_32_bits(operator, target, layout):
     with deterministic():
         torch.utils.deterministic.fill_uninitialized_memory, before = False, torch.utils.deterministic.fill_uninitialized_memory
         try:
-            got = compare() if HAS_GPU else in_child(compare)  # a wild pointer must not end this process
+            got = compare() if HAS_GPU else in_child(compare)  # an invalid pointer must not crash this process
         finally:
             torch.utils.deterministic.fill_uninitialized_memory = before
         want = value_and_grads(operator.call(target), [rows, *args[1:]])
@@ -425,7 +425,7 @@ def test_storage_beyond_32_bits(operator, target, layout):
 @pytest.mark.asks("torch")
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
 def test_registration(operator, target, grad):
-    """Schema, fake, autograd and dynamic tracing of both registered operators are consistent."""
+    """Schema, fake function, autograd and dynamic tracing of both registered operators agree."""
     args = [a.clone() if isinstance(a, Tensor) else a for a in tiny(operator, target, torch.float32)]
     given = leaves(args) if grad else args
     torch.library.opcheck(operator.op.forward_op, (*operator.registered(*given), target.impl, True))
@@ -451,7 +451,7 @@ def compare_compiled(compiled, fn, args):
 
 @pytest.mark.asks("operator")
 def test_compiles_once_for_all_sizes(operator, target):
-    """One graph, forward and backward, and no second one when sizes change."""
+    """One graph serves forward and backward, and new sizes do not compile another."""
     torch._dynamo.reset()
     fn = lambda *a: operator.function(*a, impl=target.impl) * 2
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=BACKEND)
@@ -463,7 +463,7 @@ def test_compiles_once_for_all_sizes(operator, target):
 
 @pytest.mark.asks("torch")
 def test_compiles_every_path(operator, target):
-    """Static shapes, no gradients, deterministic mode, `auto` and channels-last leave no break in the graph."""
+    """Static shapes, no gradients, deterministic mode, `auto` and channels-last inputs compile without a graph break."""
     torch._dynamo.reset()
     args = tiny(operator, target, torch.float32)
     for impl, mode, layout in (
@@ -482,7 +482,7 @@ def test_compiles_every_path(operator, target):
 
 @pytest.mark.asks("torch")
 def test_determinism_flag_is_in_the_graph(operator, target):
-    """A graph traced in one mode is not reused in the other."""
+    """A graph traced in one mode is not used in the other."""
     torch._dynamo.reset()
     flags = []
 
@@ -501,7 +501,7 @@ def test_determinism_flag_is_in_the_graph(operator, target):
 
 @pytest.mark.asks("torch")
 def test_exports_runs_and_trains(operator, target):
-    """An exported program holds the operator, runs at other sizes, and its gradients are the operator's."""
+    """An exported program contains the operator, runs at other sizes, and has the operator's gradients."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -531,7 +531,7 @@ def test_exports_runs_and_trains(operator, target):
 @pytest.mark.not_for("alone", "any shape is right")
 @pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_traced_calls_check_shapes_too(operator):
-    """What a graph calls directly refuses bad shapes while it is traced, not at run time."""
+    """An operator called from a graph rejects bad shapes during tracing, not at run time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -575,7 +575,7 @@ def loss(fn):
 @pytest.mark.not_for("sizes_from_data", "rows of a mapped result must have one size")
 @pytest.mark.asks("torch")
 def test_vmap_is_one_call(operator, target, monkeypatch):
-    """vmap folds the mapped dimension into the batch: equal to a loop, and the kernel runs once."""
+    """vmap folds the mapped dimension into the batch: results equal a loop's, and the kernel runs once."""
     args, dims, calls = mapped_args(operator, target)
     fn = operator.call(target)
     want = torch.stack([operator.reference(*c) for c in calls])
@@ -593,7 +593,7 @@ def test_vmap_is_one_call(operator, target, monkeypatch):
 
 @pytest.mark.asks("torch")
 def test_torch_func_grad(operator, target, monkeypatch):
-    """torch.func.grad uses the kernels, and vjp too."""
+    """torch.func.grad and vjp use the kernels."""
     args = tiny(operator, target)
     which = tuple(floats(args))
     seen = spy(monkeypatch, operator, target.impl)
@@ -651,7 +651,7 @@ def test_jacobians_and_forward_mode(operator, target):
 
 @pytest.mark.asks("torch")
 def test_forward_mode_is_never_silently_zero(operator, target):
-    """A registered operator called with dual numbers, as exported and compiled graphs do, is right or refuses."""
+    """A registered operator called with dual numbers, as exported and compiled graphs do, gives the right tangent or raises."""
     args = tiny(operator, target)
     which, graded = floats(args)[0], operator.results.index(operator.graded)
     tangent = cotangents([args[which]], seed=5)[0]
@@ -681,7 +681,7 @@ def test_forward_mode_is_never_silently_zero(operator, target):
 @pytest.mark.not_for("sizes_from_data", "rows of a mapped result must have one size")
 @pytest.mark.asks("torch")
 def test_transforms_compile(operator, target, monkeypatch):
-    """vmap and grad inside torch.compile are one graph and right."""
+    """vmap and grad inside torch.compile make one graph with right results."""
     torch._dynamo.reset()
     args, dims, _ = mapped_args(operator, target)
     fn = operator.call(target)
@@ -700,7 +700,7 @@ def test_transforms_compile(operator, target, monkeypatch):
 
 
 def contended(operator, target, dtype=torch.float32):
-    """Every sample on one pixel, as large as the target bears."""
+    """Arguments with every sample on one pixel, as large as the implementation can run in a test."""
     sizes = dict(operator.cases.SMALL["one_pixel"])
     if not target.interpreted:
         sizes |= dict(B=2, C=37, H=16, W=16, Q=500, D=9, heads=3)
@@ -711,7 +711,7 @@ def contended(operator, target, dtype=torch.float32):
 @pytest.mark.asks("passes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
-    """20 runs, every sample on one pixel, all gradients: the same bits."""
+    """Runs with every sample on one pixel, values and all gradients, give the same bits 20 times."""
     if target.interpreted and dtype != torch.float32:
         pytest.skip("the interpreter is slow and runs in order")
     args = contended(operator, target, dtype)
@@ -724,7 +724,7 @@ def test_deterministic_mode_repeats_its_bits(operator, target, dtype):
 
 @pytest.mark.without_gradients
 def test_forward_repeats_its_bits(operator, target):
-    """The forward pass is deterministic in the default mode too; so is everything on CPUs."""
+    """The forward pass repeats its bits in the default mode too; on CPUs everything does."""
     args = contended(operator, target)
     first = value_and_grads(operator.call(target), args)
     for _ in range(1 if target.interpreted else 19):
@@ -736,7 +736,7 @@ def test_forward_repeats_its_bits(operator, target):
 @pytest.mark.without_gradients
 @pytest.mark.not_for("by_torch", "torch's own products sum in an order that depends on the threads")
 def test_numba_bits_do_not_depend_on_threads(operator, numba_target):
-    """torch.set_num_threads changes speed and nothing else."""
+    """torch.set_num_threads changes the speed, not the bits."""
     for args in (contended(operator, numba_target), operator.make(B=3, C=20, H=9, W=8, Q=300, D=5, heads=2, octaves=1)):
         found = []
         for threads in (1, 2, 3, 7):
@@ -748,7 +748,7 @@ def test_numba_bits_do_not_depend_on_threads(operator, numba_target):
 
 @pytest.mark.without_gradients
 def test_numba_in_many_threads_at_once(operator, numba_target):
-    """Concurrent callers neither crash nor disturb each other."""
+    """Concurrent callers neither crash nor change each other's results."""
     args = contended(operator, numba_target)
     want = value_and_grads(operator.call(numba_target), args)
     failures = []
@@ -772,7 +772,7 @@ def test_numba_in_many_threads_at_once(operator, numba_target):
 
 @pytest.mark.not_for("by_torch", "torch itself waits there for threads that it had before the fork")
 def test_numba_after_fork(operator, numba_target):
-    """A child of a process that has used its threads works, and so do DataLoader workers."""
+    """Operators work in a forked child of a process that has used threads, and in DataLoader workers."""
     args = contended(operator, numba_target)
     torch.set_num_threads(2)
     want = operator.call(numba_target)(*args)
@@ -795,7 +795,7 @@ class Calls(torch.utils.data.Dataset):
 
 @pytest.mark.not_for("sizes_from_data", "the lists of all rows follow each other; tests of points compare them")
 def test_rows_of_a_batch_are_independent(operator, target):
-    """Row b of a batch is the call on row b alone: in bits where the plan says so, up to rounding otherwise."""
+    """Row b of a batch equals the call on row b alone: bit for bit where the plan says so, up to rounding otherwise."""
     sizes = dict(B=3, C=5, H=4, W=5, Q=3, D=2, heads=1) if target.interpreted else dict(B=3, C=21, H=6, W=7, Q=9, D=5, heads=3)
     args = operator.make(**sizes, octaves=2, device=target.device, layout="uniform")
     with deterministic():
@@ -819,7 +819,7 @@ if given is not None:
 
     @st.composite
     def drawn_case(draw, operator, target):
-        """Sizes around those of the first SMALL case, zeros among them, any dtypes, any layouts."""
+        """Sizes around those of the first SMALL case, some of them zero, with any dtypes and layouts."""
         sizes = next(iter(operator.cases.SMALL.values()))
         most = {k: 2 * v + 1 if k == "C" else min(v, 2) if k in "BQD" and target.interpreted else v for k, v in sizes.items()}
         made = {k: draw(st.integers(operator.least.get(k, 0), v), label=k) for k, v in most.items() if isinstance(v, int)}
@@ -836,7 +836,7 @@ if given is not None:
 
     @given(st.data())
     def test_any_sizes_strides_and_dtypes(operator, target, data):
-        """No combination of sizes, layouts and dtypes is special."""
+        """Any combination of sizes, layouts and dtypes agrees with the reference."""
         args, note = data.draw(drawn_case(operator, target))
         args = [redzone(a.to(target.device)) if isinstance(a, Tensor) else a for a in args]
         plain = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
@@ -854,7 +854,7 @@ if given is not None:
     @pytest.mark.without_gradients
     @given(st.data())
     def test_bad_arguments_are_value_or_type_errors(operator, data):
-        """Whatever comes, the caller sees ValueError or TypeError (or a result, if it happens to fit), and keeps its inputs."""
+        """Bad arguments raise ValueError or TypeError (or give a result, if they happen to fit), and inputs are not changed."""
         impl = data.draw(st.sampled_from(["auto", "numba", "triton", "reference", "cuda", "", None, 3, [], ("auto",)]))
         args = [a.float() if isinstance(a, Tensor) else a for a in tiny(operator)]
         for i in data.draw(st.lists(st.integers(0, len(args) - 1), max_size=3)):
@@ -876,7 +876,7 @@ if given is not None:
 
 
 def attempt(operator, args, impl="auto"):
-    """The result, or the ValueError or TypeError that came instead."""
+    """The result, or the ValueError or TypeError that was raised."""
     try:
         return operator.function(*args, impl=impl)
     except (ValueError, TypeError) as refusal:
@@ -884,7 +884,7 @@ def attempt(operator, args, impl="auto"):
 
 
 def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
-    """The message names the operator, the argument, what was expected and what came."""
+    """The call raises an error that names the operator and contains these words, and leaves its inputs unchanged."""
     copies = [a.clone() if isinstance(a, Tensor) and a.device.type != "meta" else a for a in args]
     with pytest.raises(kind) as caught:
         operator.function(*args, impl=impl)
@@ -897,9 +897,9 @@ def refused(operator, args, *words, kind=(ValueError, TypeError), impl="auto"):
 
 
 def test_errors_name_what_is_wrong(operator, target, monkeypatch):
-    """Not a tensor, integers, complex, sparse, another device, too many or too few dimensions: nothing is launched."""
+    """Not a tensor, integers, complex, sparse, another device, too many or too few dimensions: an error, and no launch."""
     args = tiny(operator, target)
-    operator.function(*args)  # one that is right comes first, and is remembered
+    operator.function(*args)  # a valid call first, so that the cache is warm
     seen = spy(monkeypatch, operator, target.impl)
     for i in tensors(args):
         name = operator.arguments[i]
@@ -911,7 +911,7 @@ def test_errors_name_what_is_wrong(operator, target, monkeypatch):
         refused(operator, wrong(args[i].to(torch.complex64)), name, "float", "complex64", kind=TypeError)
         for other in () if operator.any_rank else (args[i][None], args[i][0]):
             refused(operator, wrong(other), name, "dimensions", str(args[i].ndim), str(list(other.shape)), kind=ValueError)
-        if not operator.alone:  # one tensor may be anywhere
+        if not operator.alone:  # a single tensor may be on any device
             refused(operator, wrong(args[i].to("meta")), "meta", target.device, kind=ValueError)
         with pytest.raises(TypeError, match=name):
             operator.function(*wrong(args[i].to_sparse()))
@@ -921,7 +921,7 @@ def test_errors_name_what_is_wrong(operator, target, monkeypatch):
 
 
 def test_errors_of_sizes(operator, target):
-    """One size too many in any dimension of any tensor is refused, with the shapes in the message (free sizes excepted)."""
+    """One size too many in any dimension of any tensor is an error with the shapes in its message (free sizes excepted)."""
     args = tiny(operator, target)
     free = 0
     for i in tensors(args):
@@ -940,7 +940,7 @@ def test_errors_of_sizes(operator, target):
 
 @pytest.mark.not_for("alone", "there is no other batch")
 def test_mismatched_batch(operator, target):
-    """Batches are never broadcast silently, not even from 1, unless the operator says so."""
+    """Batches are never broadcast, not even from 1, unless the operator declares it."""
     args = tiny(operator, target)
     for i in tensors(args):
         if not operator.broadcasts:
@@ -950,7 +950,7 @@ def test_mismatched_batch(operator, target):
 
 @pytest.mark.without_gradients
 def test_errors_of_impl(operator):
-    """An explicit request is met or refused, never replaced."""
+    """An implementation that is requested by name runs or raises, and is never replaced."""
     args = tiny(operator)
     for impl in ("cuda", "Triton", "", None, 3, ["auto"]):
         refused(operator, args, "impl", "'auto'", "'triton'", "'numba'", "'reference'", repr(impl), impl=impl)
@@ -958,12 +958,12 @@ def test_errors_of_impl(operator):
     refused(operator, meta, "impl='numba'", "CPU tensors", "meta", impl="numba")
     refused(operator, meta, "impl='triton'", "GPU tensors", "meta", impl="triton")
     with pytest.raises(TypeError):
-        operator.function(*args, "numba")  # keyword-only
+        operator.function(*args, "numba")  # impl is keyword-only
 
 
 @pytest.mark.without_gradients
 def test_triton_needs_a_gpu_or_the_interpreter(operator, monkeypatch):
-    """Without the interpreter, CPU tensors are refused by Triton and not sent elsewhere."""
+    """Without the interpreter Triton refuses CPU tensors; no other implementation runs instead."""
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     refused(operator, tiny(operator), "impl='triton'", "GPU tensors", "cpu", impl="triton")
@@ -972,7 +972,7 @@ def test_triton_needs_a_gpu_or_the_interpreter(operator, monkeypatch):
 @pytest.mark.without_gradients
 @pytest.mark.gpu
 def test_numba_needs_cpu_tensors(operator):
-    """A GPU tensor is refused by Numba and not copied behind the user's back; neither are mixed devices."""
+    """Numba refuses GPU tensors and mixed devices instead of copying."""
     args = tiny(operator, "cuda")
     refused(operator, args, "impl='numba'", "CPU tensors", "cuda", impl="numba")
     for i in tensors(args):
@@ -981,7 +981,7 @@ def test_numba_needs_cpu_tensors(operator):
 
 @pytest.mark.not_for("sizes_from_data", "without values there are no sizes")
 def test_meta_tensors_give_shapes(operator):
-    """`auto` on meta tensors computes nothing and returns the right shapes and dtypes."""
+    """`auto` on meta tensors returns the right shapes and dtypes and computes nothing."""
     args = operator.make("odd_sizes", dtype=torch.bfloat16)
     want = operator.reference(*args)
     got = operator.function(*[a.to("meta") if isinstance(a, Tensor) else a for a in args])
@@ -1024,7 +1024,7 @@ def test_cuda_graph_capture(operator, mode):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_never_waits_for_the_device(operator, mode):
-    """No synchronisation in forward or backward, in either mode."""
+    """Neither forward nor backward synchronizes with the device, in either mode."""
     args = operator.make("odd_sizes", device="cuda")
     with deterministic(mode):
         leaf = leaves(args)
@@ -1040,7 +1040,7 @@ def test_never_waits_for_the_device(operator, mode):
 
 @pytest.mark.gpu
 def test_the_current_stream_is_used(operator):
-    """Work queued before the call on a side stream is seen by the kernels."""
+    """The kernels run on the current stream, after work queued there before the call."""
     args = operator.make("odd_sizes", device="cuda")
     want = operator.call("triton")(*args)
     stale = torch.zeros_like(args[0])
@@ -1055,7 +1055,7 @@ def test_the_current_stream_is_used(operator):
 
 @pytest.mark.gpu
 def test_peak_memory(operator):
-    """Peak extra ≤ 1.2 × (outputs + gradients) + one channels-last copy of the images: samples are never stored."""
+    """Peak memory ≤ 1.2 × (outputs + gradients) + one channels-last copy of the images: samples are never stored."""
     args = leaves(operator.cases.make(**operator.cases.BENCH[operator.typical], device="cuda"))
     ct = torch.randn_like(operator.call("triton")(*args))
     run = lambda: (out := operator.call("triton")(*args), torch.autograd.grad(out, [args[i] for i in floats(args)], ct))
@@ -1065,7 +1065,7 @@ def test_peak_memory(operator):
     before = torch.cuda.memory_allocated()
     out, grads = run()
     peak = torch.cuda.max_memory_allocated() - before
-    if operator.lists:  # sorted copies and lists of neighbours, but nothing for each pair of a query and a point
+    if operator.lists:  # sorted copies and neighbour lists, but nothing per pair of query and point
         assert peak <= args[0].shape[-2] * args[1].shape[-2] / 8
     else:
         assert peak <= 1.2 * (out.nbytes + sum(g.nbytes for g in grads)) + args[0].nbytes
@@ -1073,7 +1073,7 @@ def test_peak_memory(operator):
 
 @pytest.mark.gpu
 def test_atomics_differ_from_run_to_run(operator):
-    """The negative control: where the plan promises nothing, runs do differ, so the determinism tests can fail."""
+    """A negative control: where the plan promises nothing, runs differ, so the determinism tests are able to fail."""
     if not operator.atomic:
         pytest.skip("it has none")
     args = operator.make(B=2, C=64, H=16, W=16, Q=4096, D=16, heads=4, octaves=0, layout="one_pixel", device="cuda")

@@ -1,1 +1,1 @@
-"""Tests of the commands; a package, so that its conftest.py is not taken for the one above."""
+"""Tests of the commands; a package, so that pytest does not confuse its conftest.py with the one in tests/."""

@@ -11,7 +11,7 @@ from sonde.operators import OPERATORS
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Every operator has one case, small enough to be measured in a test; timings are short."""
+    """Every operator has one case, small enough to measure in a test; timings are short."""
     for operator in OPERATORS.values():
         sizes = small(operator)
         names = {"tiny": sizes, "smaller": sizes | {operator.letters.get("Q", "Q"): 5}, operator.typical: sizes}
@@ -23,7 +23,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """The definition of sample_sum moves by a thousandth, so that every implementation is wrong."""
+    """Shift the reference of sample_sum by a thousandth, so that every implementation looks wrong."""
     module = OPERATORS["sample_sum"].module(".reference")
     honest = module.sample_sum
     monkeypatch.setattr(module, "sample_sum", lambda *args: honest(*args) * 1.001)

@@ -1,4 +1,4 @@
-"""``sonde bench``: what it measures, and that no speed-up is ever shown for a wrong result."""
+"""``sonde bench``: what it measures, and that it never prints a speed-up for a wrong result."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
             "radius_neighbors": 1 / 2,
             "knn_aggregate": 4,
             "radius_aggregate": 4 / 3,
-        }  # half a batch; one neighbour, unless a case knows better
+        }  # half a batch; one neighbour, unless the case sets k
         channels = more.get(r["operator"], 8)
         operator = OPERATORS[r["operator"]]
-        if not operator.by_torch:  # dense products count terms otherwise
+        if not operator.by_torch:  # dense products count their terms in another way
             assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
         graded = {operator.arguments[i] for i in floats(operator.make(**small(operator)))}
         assert set(r["figures"]["sonde"]["errors"]) == {"out", *graded}

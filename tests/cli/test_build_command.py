@@ -1,4 +1,4 @@
-"""``sonde build``: what is asked for is what is built, and misspelt requests hear of it before anything starts."""
+"""``sonde build``: it builds exactly what was requested, and rejects misspelt requests before anything starts."""
 
 import json
 from importlib import import_module
@@ -18,7 +18,7 @@ from sonde.operators import OPERATORS
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """Tasks that reach the builder, which builds nothing here."""
+    """Record the tasks that reach the builder, and build nothing."""
     tasks = []
 
     def build(given, folder, num_workers):
@@ -32,7 +32,7 @@ def asked(monkeypatch) -> list:
 
 
 def test_every_case_for_every_architecture(asked, tmp_path, capsys):
-    """Operators × cases × dtypes × layouts × architectures, in default configurations and in those that ship for it."""
+    """Operators × cases × dtypes × layouts × architectures, in default and in shipped configurations."""
     file = tmp_path / "built.json"
     assert main(["build", "--arch", "sm_80,sm_90", "--dtype", "float32", "-o", str(tmp_path / "out"), "--json", str(file)]) == 0
     assert {task.arch for task in asked} == {"sm_80", "sm_90"}
@@ -51,7 +51,7 @@ def test_failures_are_listed(asked, tmp_path, capsys):
 
 
 def test_functions_of_users(asked, tmp_path):
-    """In place of operators, for every architecture."""
+    """Users' functions are built instead of operators, for every architecture."""
     assert main(["build", "--arch", "sm_80,sm_90", "--call", "mylib.blur:all_sizes", "-o", str(tmp_path / "out")]) == 0
     assert {(task.operator, task.case) for task in asked} == {("mylib.blur:all_sizes", "")}
     assert {task.arch for task in asked} == {"sm_80", "sm_90"}
@@ -76,7 +76,7 @@ def test_misspelt_requests(asked, args, message, capsys):
 
 
 def test_shipped_winners_are_known_and_fit():
-    """Every shipped configuration belongs to a kernel, is of its kind, and its device's file is found by the device's name."""
+    """Every shipped configuration has the right type for its kernel, and its device's file is found by the device's name."""
     form = import_module("sonde.grid._epipolar.gpu_kernels")
     modules = [(form, form)]
     for operator in OPERATORS.values():

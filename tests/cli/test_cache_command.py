@@ -1,4 +1,4 @@
-"""``sonde cache``: what it prints, what it asks, what it refuses."""
+"""``sonde cache``: its output, its questions, its errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_export_and_import(capsys, tuned, tmp_path, monkeypatch):
     tuned.clear()
     code, out, _ = sonde(capsys, "import", file)
     assert (code, out.split(";")[0]) == (0, "Imported 2 of 2 winners")
-    assert tuned.export() == before  # no digit is lost on the way
+    assert tuned.export() == before  # export and import lose no digit
     assert sonde(capsys, "import", file)[1].startswith("Imported 0 of 2 winners")
 
 
@@ -134,7 +134,7 @@ def test_import_refuses_other_files(capsys, tuned, tmp_path, text, message):
 
 
 def test_import_leaves_out_rows_that_are_not_valid(capsys, tuned, tmp_path):
-    """In the bytes of a file: each spoils its own row, and no other."""
+    """Invalid rows, written as text into the file, are left out one by one; the others are imported."""
     document = tuned.export()
     for row in document["winners"]:
         row["median_us"] = 1.0
@@ -147,7 +147,7 @@ def test_import_leaves_out_rows_that_are_not_valid(capsys, tuned, tmp_path):
     bad += [good.replace('"timings": ', f'"timings": {n}') for n in (10**30, "0.0")]
     bad += [good.replace('{"BLOCK"', nested + ', "BLOCK"').replace('"config": ', '"config": {"x": '), good[:-1] + ', "at": 1e999}']
     bad += [good.replace('"kernel": "', f'"kernel": "{text}') for text in (r"\ud800", r"\u001b[31m", "\udcff")]
-    bad += [good[:-1] + ', "median_us": 0.5}', good.replace('"config": {', '"config": {"BLOCK": 1, ')]  # twice the same name
+    bad += [good[:-1] + ', "median_us": 0.5}', good.replace('"config": {', '"config": {"BLOCK": 1, ')]  # a name that occurs twice
     bad += ["3", "[]", "{}", "null"]
     bad = [row for row in bad if row != good]
     file = tmp_path / "x.json"

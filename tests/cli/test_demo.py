@@ -1,4 +1,4 @@
-"""``sonde demo``: every operator on a part of a real workload."""
+"""``sonde demo``: every operator on part of a real workload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_demo(capsys, tiny, monkeypatch):
     code, out, err = sonde(capsys, "demo")
     assert code == 0
     assert err.startswith("[0/45] sample_sum pixelsplat_infer float32 contiguous reference: compiling and checking\n")
-    assert all(name in out for name in OPERATORS)  # some with a reason why not
+    assert all(name in out for name in OPERATORS)  # some only with a reason for not running
     assert "workloads scaled down" in out
     code, out, _ = sonde(capsys, "demo", "--json")
     assert code == 0

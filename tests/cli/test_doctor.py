@@ -1,4 +1,4 @@
-"""``sonde doctor``: what runs here, and that nothing broken can stop it from saying so."""
+"""``sonde doctor``: reports what runs here, even if something is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sonde explain`` and ``sonde tune``: what they print, what they refuse, and that only tuning launches anything."""
+"""``sonde explain`` and ``sonde tune``: their output, their errors, and that only tuning launches anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
-    """One tiny case; nothing stored, nothing shipped."""
+    """One tiny case; nothing is stored or shipped."""
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_stores", {})
     monkeypatch.setattr(store, "_warned", set())
@@ -76,7 +76,7 @@ def sonde(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def shell(*argv: str, **env: str) -> subprocess.CompletedProcess:
-    """In a process that does not interpret, as a user's."""
+    """Run a command in a process without the interpreter, like a user's."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SRC), **env}
     return subprocess.run([sys.executable, "-m", "sonde", *argv], capture_output=True, text=True, env=clean, timeout=120)
 
@@ -86,7 +86,7 @@ def shell(*argv: str, **env: str) -> subprocess.CompletedProcess:
 
 @interpreted
 def test_explain_a_gpu_without_one():
-    """A large case is planned from tensors that take no memory, on a device that need not be there."""
+    """A large case for a GPU that is absent is planned from tensors without memory."""
     done = shell("explain", "sample_sum", "--device", "cuda", "--deterministic")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("sample_sum pixelsplat_train, float32, contiguous: triton on cuda")
@@ -200,7 +200,7 @@ def test_tune_needs_a_gpu_but_for_a_dry_run(tmp_path):
 
 @interpreted
 def test_tune(capsys, quick, tmp_path):
-    """Both modes and all gradients; the table has what was gained, and failures come with their causes."""
+    """Both modes and all gradients are tuned; the table shows the gains, and failures with their causes."""
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
     assert (code, err.splitlines()[0]) == (0, "[0/155] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
@@ -235,8 +235,8 @@ def test_what_is_stored_is_not_searched_again_unless_asked(capsys, quick):
     code, out, _ = sonde(capsys, *argv)
     assert (code, len(quick)) == (0, count)
     assert out.startswith(f"interpreter: 0 of {count} kernels searched")
-    assert " 10.0 " in out  # of the winners
-    _searched.clear()  # another process
+    assert " 10.0 " in out  # time of the winners
+    _searched.clear()  # as in a new process
     assert sonde(capsys, *argv, "--again")[1].startswith(f"interpreter: {count} of {count} kernels searched")
     assert len(quick) == 2 * count
 
@@ -302,7 +302,7 @@ def test_one_kernel_that_fails_does_not_stop_the_others(capsys, quick, monkeypat
 @interpreted
 @pytest.mark.parametrize("swallowed", [True, False], ids=["amid a search that found something", "before it did"])
 def test_interruption_keeps_what_was_found(capsys, quick, monkeypatch, swallowed):
-    """The search ends quietly if it has a result, and the command ends after it."""
+    """An interrupted search with a result ends quietly, and the command ends after it."""
     honest = search_module.search
 
     def search(kernel, problem, tensors, **options):
@@ -357,7 +357,7 @@ def test_progress_shows_kernel_candidates_and_best(capsys, quick, monkeypatch):
 
 
 def test_bar(capsys, monkeypatch):
-    """The real bar takes any text, also one that looks like markup."""
+    """The real progress bar takes any text, even text that looks like markup."""
     pytest.importorskip("rich")
     monkeypatch.setattr(console, "interactive", lambda: True)
     with console.meter(3) as say:
@@ -377,7 +377,7 @@ def test_default_case_of_the_interpreter_is_small(capsys):
 
 @pytest.mark.gpu
 def test_tune_on_the_device(capsys):
-    """A real search on a real device, of few candidates."""
+    """A real search with few candidates on a real device."""
     code, out, err = sonde(capsys, "tune", "sample_sum", *FEW, "--max-configs", "3", "--json", "-")
     found = json.loads(out)
     assert code == 0, err
@@ -405,7 +405,7 @@ sys.exit(code)
 
 @interpreted
 def test_dry_run_without_triton(tmp_path):
-    """Every operator's kernels, configurations and candidates are those that are listed with it; a search is refused."""
+    """Without triton a dry run lists every operator's kernels, configurations and candidates as usual; a search is refused."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SRC)}
     argv = ["tune", "--dry-run", "--case", "odd_sizes", "--dtype", "float32", "--layout", "contiguous", "--json"]
     done = subprocess.run([sys.executable, "-c", WITHOUT, *argv], capture_output=True, text=True, env=clean, timeout=120)

@@ -21,7 +21,7 @@ def test_version_and_help(capsys):
 
 
 def test_module_runs_and_import_stays_lean():
-    """`python -m sonde` works from a checkout, and the library does not pay for the command line."""
+    """`python -m sonde` works from a checkout, and `import sonde` does not import the command line."""
     code = "import sys, sonde; print([m for m in ('rich', 'matplotlib', 'numba', 'triton', 'sonde.cli') if m in sys.modules])"
     lean = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
     assert lean.stdout.strip() == "[]", lean.stderr
@@ -31,7 +31,7 @@ def test_module_runs_and_import_stays_lean():
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_and_version_do_without_torch(argv):
-    """Both the installed script and ``python -m sonde``; a later ``import sonde`` in the same process still has every name."""
+    """Help and version, by script or ``python -m sonde``, do not import torch; a later ``import sonde`` still has every name."""
     code = (
         "import sys; sys.argv = ['/some/where/bin/sonde', *sys.argv[1:]]; from sonde.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
@@ -50,7 +50,7 @@ def test_help_and_version_do_without_torch(argv):
 def test_progress_in_a_pipe_is_lines_on_stderr(capsys, monkeypatch):
     with console.progress(3) as begin:
         begin("one")
-        begin("two")  # too soon after the first
+        begin("two")  # too soon after the first to be printed
         monkeypatch.setattr(console, "LINE_EVERY", 0.0)
     assert capsys.readouterr() == ("", "[0/3] one\n")
     with console.meter(2) as say:
@@ -65,7 +65,7 @@ def test_progress_in_a_pipe_is_lines_on_stderr(capsys, monkeypatch):
 @pytest.mark.parametrize("command", ["demo", "bench"])
 def test_matplotlib_is_looked_for_before_the_work(capsys, monkeypatch, command):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench, "measured", None)  # nothing is measured
+    monkeypatch.setattr(bench, "measured", None)  # so that nothing is measured
     code, out, err = sonde(capsys, command, "--plot", "x.png")
     assert (code, out) == (2, "")
     assert err == "sonde: --plot x.png: needs matplotlib, which is not installed; it comes with the extra sonde[plot]\n"

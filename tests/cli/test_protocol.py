@@ -1,4 +1,4 @@
-"""How things are measured: truths in slices, times by turns, memory that is alive at once."""
+"""How the benchmarks measure: references in slices, times in alternating rounds, peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sonde.operators import OPERATORS
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_reference_in_slices_is_the_reference(name, monkeypatch):
-    """The check sums the images' gradient over slices of the queries; any slicing gives the same."""
+    """The check sums the images' gradient over slices of the queries; any slicing gives the same result."""
     operator = OPERATORS[name]
     args = operator.make(**small(operator), dtype=torch.float64)
     out = operator.reference(*args)
@@ -29,7 +29,7 @@ def test_reference_in_slices_is_the_reference(name, monkeypatch):
 
 @pytest.mark.parametrize("size", [7, 64, 100])
 def test_truth_sees_float32_pixel_positions(size):
-    """Positions agree, and those on a pixel's edge stay on its side, also where 1/size is not a binary fraction."""
+    """The float64 reference uses the positions that float32 rounds to, even on pixel edges and where 1/size is inexact."""
     samples = (2 * torch.arange(size) + 1).float().div(size).sub(1).expand(2, size).T[None, None]
     samples = torch.cat([samples, torch.rand(1, 1, 1000, 2) * 2.4 - 1.2], 2)
     x = ((samples + 1) * size - 1) / 2
@@ -55,7 +55,7 @@ def test_contenders_take_turns():
 
 
 def test_the_least_of_several_turns_counts(monkeypatch):
-    """Of every contender, however long its first turn was."""
+    """The least of several rounds is reported for every contender, however long its first round took."""
     found = {"a": iter([12, 5, 7, 5, 5]), "b": iter([9, 1, 2, 3, 4])}
     monkeypatch.setattr(timing, "_events", lambda call, seconds: next(call))
     assert timing.call_ms(found, torch.device("cuda"), 10.0) == {"a": 5, "b": 1}
@@ -76,7 +76,7 @@ def test_commit_is_not_taken_from_a_repository_around_the_installation(monkeypat
 
 
 def test_again(tiny, monkeypatch, tmp_path):
-    """All calls are timed in further rounds, and of the times of each the least is kept."""
+    """Further rounds time all calls again and keep the least time of each."""
     rounds = iter(range(6))
     seen = []
 

@@ -44,7 +44,7 @@ def test_no_picture_of_wrong_results(capsys, tmp_path):
 
 
 def test_results_become_tables(tmp_path, capsys):
-    """run.py keeps records by kind, report.py writes them between the markers and nowhere else."""
+    """run.py keeps records by kind; report.py writes them between the markers and nowhere else."""
     run, report = script("run"), script("report")
     run.keep(_record("sample_sum", "large", speedup=None), tmp_path)
     run.keep(_record("sample_dot", "large"), tmp_path)
@@ -89,7 +89,7 @@ def _on_cpu(ms: float, eager: float) -> dict:
 
 
 def test_check_names_what_got_slower(tmp_path, capsys):
-    """Device time on GPUs, the ratio to eager on CPUs, and a machine without records is said to have none."""
+    """Compares device time on GPUs and the ratio to eager on CPUs; a machine without records is reported as such."""
     run = script("run")
     assert run.slower(_record("sample_sum", "large"), tmp_path) == []
     assert "no record of this device" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_check_names_what_got_slower(tmp_path, capsys):
         new["figures"]["sonde"]["forward"] = new["figures"]["sonde"]["forward"] | dict(graph_ms=ms)
         assert len(run.slower(new, tmp_path)) == names
     run.keep(_on_cpu(2.0, 10.0), tmp_path)
-    assert run.slower(_on_cpu(4.0, 20.0), tmp_path) == []  # the machine is slower, not we
+    assert run.slower(_on_cpu(4.0, 20.0), tmp_path) == []  # eager is slower, too, so the machine is slower and not our code
     assert [line.split(",")[1].split(":")[0] for line in run.slower(_on_cpu(2.0, 9.0), tmp_path)] == [
         " forward",
         " forward_backward",

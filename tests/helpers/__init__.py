@@ -1,1 +1,1 @@
-"""What the tests share, one file for each job."""
+"""Code shared by the tests, one file for each job."""

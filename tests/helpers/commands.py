@@ -1,4 +1,4 @@
-"""What the tests of the commands share: running one, sizes small enough to be measured, scripts of benchmarks."""
+"""Shared by the tests of the commands: running a command, sizes small enough to measure, loading benchmark scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make a GPU wait, seen without one."""
+"""Detect, without a GPU, copies for which a GPU would have to wait."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class OneDevice(TorchFunctionMode):
-    """Nothing has a tensor elsewhere in hand, or makes one of the host's numbers: such a copy would wait for the device.
+    """Fail if a torch function sees a tensor on another device, or makes one from Python numbers: such a copy waits for the device.
 
-    The meta device stands for a GPU: its tensors cannot be read, and what comes from the CPU is seen.
+    The meta device stands for the GPU: reading its tensors raises, and tensors on the CPU are detected.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

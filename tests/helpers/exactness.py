@@ -1,4 +1,4 @@
-"""How exact a result must be: bounds on errors against the float64 reference, and bits."""
+"""How exact a result must be: error bounds against the float64 reference, and equal bits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def accumulator(args: Sequence) -> torch.dtype:
 
 
 def exact(operator: Operator, args: Sequence) -> list:
-    """float64 arguments for the reference, with the pixel positions that the accumulation dtype rounds them to.
+    """float64 arguments for the reference, with pixel positions as the accumulation dtype rounds them.
 
-    Positions are computed with every operation rounded, so that they have the same bits in every implementation;
-    a coordinate that rounds across a pixel's edge then counts as no error.
+    Every operation of a position is rounded, so that positions have the same bits in every implementation;
+    a coordinate that rounds across a pixel's edge then does not count as an error.
     """
     wide = accumulator(args)
     made = [a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
@@ -53,9 +53,9 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_exact(what: str, got: Tensor, want: Tensor, lossy: Tensor, slack: float = 0.0, half: float = 1.1) -> None:
-    """Within the bar of `got`'s dtype; `want` is float64, `lossy` the reference run with the same arguments.
+    """Check `got` against the bound of its dtype; `want` is float64, `lossy` the reference run with the same arguments.
 
-    In half precision it may lose `half` times what the reference does, whose terms are not rounded.
+    In half precision `got` may have `half` times the error of the reference, whose terms are not rounded.
     """
     assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, expected {list(want.shape)}"
     assert got.dtype == lossy.dtype, f"{what}: {got.dtype}, expected {lossy.dtype}"
@@ -74,9 +74,9 @@ def assert_exact(what: str, got: Tensor, want: Tensor, lossy: Tensor, slack: flo
 def assert_agrees(
     operator: Operator, target: Target, args: Sequence, note: str = "", given: Sequence | None = None, slack: bool = False
 ):
-    """Values and all gradients of `args` against the float64 reference; `given` are the same values in another layout.
+    """Check values and all gradients of `args` against the float64 reference; `given` are the same values in another layout.
 
-    `slack` allows for the cancellation that a result of very few elements can suffer.
+    `slack` allows for cancellation in results of very few elements.
     """
     lossy, lossy_grads = value_and_grads(operator.reference, args)
     grads = [redzone(g) for g in cotangents(lossy)]

@@ -1,4 +1,4 @@
-"""Triton's interpreter, corrected and hastened."""
+"""Fixes and speed-ups of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def improve_interpreter() -> None:
-    """Triton's interpreter, rounding to bfloat16 as every GPU does, and four times as fast."""
+    """Make Triton's interpreter round to bfloat16 as every GPU does, and run four times as fast."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -18,23 +18,23 @@ def improve_interpreter() -> None:
     cut, names = interpreter._convert_float, {}
 
     def convert(x, source, target, mode):
-        """The interpreter cuts off what bfloat16 cannot hold; hardware rounds to nearest even."""
+        """Round to nearest even like hardware; the interpreter truncates."""
         if target.is_bf16() and (source.is_fp32() or source.is_fp64()):
             return torch.from_numpy(x.copy()).bfloat16().view(torch.uint16).numpy()
         return cut(x, source, target, mode)
 
     def patch(package, builder, scope):
-        """The interpreter searches the language for builtins at every call of every device function."""
+        """Look up a package's builtins once; the interpreter searches for them at every call of every device function."""
         if package not in names:
             names[package] = [n for n, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
-        if names[package] and tl.core.is_builtin(getattr(package, names[package][0])):  # not yet patched by the caller
+        if names[package] and tl.core.is_builtin(getattr(package, names[package][0])):  # not patched by the caller
             for n in names[package]:
                 interpreter._patch_attr(package, n, getattr(package, n), builder, scope)
 
     plain = interpreter.InterpreterBuilder.cast_impl
 
     def cast(self, source, target):
-        """The interpreter takes the bits of a bfloat16 for an integer where the other side is float64."""
+        """Convert bfloat16 to float64 by value; the interpreter would read its bits as an integer."""
         kinds = source.dtype.scalar, target.scalar
         if kinds == (tl.bfloat16, tl.float64):
             return plain(self, plain(self, source, tl.float32), tl.float64)
@@ -49,12 +49,12 @@ def improve_interpreter() -> None:
 
 
 def _hasten_interpreter() -> None:
-    """Make the interpreter skip work whose result is unused or known already, three quarters of its time; results are the same."""
+    """Skip work whose result is unused or known already, three quarters of the interpreter's time; results are the same."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     core, builder, semantic = tl.core, interpreter.interpreter_builder, interpreter.interpreter_semantic
-    if not builder.options.debug:  # each operation on integers is done in 64 bits too, compared, and the outcome dropped
+    if not builder.options.debug:  # otherwise integer operations are repeated in 64 bits, compared, and the outcome dropped
         builder.options = replace(builder.options, sanitize_overflow=False)
 
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
@@ -67,7 +67,7 @@ def _hasten_interpreter() -> None:
     block, tensor, blocks, shapes = core.block_type.__init__, core.tensor.__init__, {}, {}
 
     def new_block(self, element_ty, shape):
-        """Of equal shapes, one and the same is kept."""
+        """Share one shape object between all blocks of equal shape."""
         key = tuple([s.value if type(s) is core.constexpr else s for s in shape])
         if key not in blocks:
             block(self, element_ty, shape)
@@ -80,7 +80,7 @@ def _hasten_interpreter() -> None:
         known = shapes.get(id(shape))
         if known is None or known[0] is not shape:
             tensor(self, handle, type)
-            shapes[id(shape)] = shape, self.numel, self.shape  # which keeps the shape, and hence its id
+            shapes[id(shape)] = shape, self.numel, self.shape  # holding the shape keeps its id valid
         else:
             self.handle, self.type, self.dtype, (_, self.numel, self.shape) = handle, type, type.scalar, known
 
@@ -93,7 +93,7 @@ def _hasten_interpreter() -> None:
     call, languages = interpreter.InterpretedFunction.__call__, {}
 
     def call_patched(self, *args, **keywords):
-        """Every call of a device function patches the language, which its caller has patched."""
+        """Run a device function without patching the language again: its caller has patched it."""
         if self.fn not in languages:
             languages[self.fn] = [value for value in self.fn.__globals__.values() if value is tl or value is core]
         if any(core.is_builtin(language.load) for language in languages[self.fn]):

@@ -1,4 +1,4 @@
-"""Memory that tells on its users: that of ``sonde.testing.memory``, and what is allocated."""
+"""Memory checks: those of ``sonde.testing.memory``, and a count of allocated bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["LAYOUTS", "Allocations", "allocations", "poisoned", "redzone", "rest
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of every new storage that a function allocates, and the most that were alive at one time.
+    """Bytes of every new storage that a function allocates, and the peak of those alive at one time.
 
-    Storages are watched by torch's own weak references. With torch 2.9 Python's are cleared too early: where a storage's
+    Storages are tracked by torch's own weak references. With torch 2.9 Python's are cleared too early: if a storage's
     Python object belongs to a reference cycle, as in Triton's interpreter, the collector clears them while the memory lives on.
     """
 
@@ -33,7 +33,7 @@ class Allocations(TorchDispatchMode):
         self.peak = self.returned = 0
 
     def __enter__(self):
-        gc.freeze()  # what lives already need not be searched again and again
+        gc.freeze()  # existing objects need not be searched at every collection
         return super().__enter__()
 
     def __exit__(self, *problem):
@@ -46,7 +46,7 @@ class Allocations(TorchDispatchMode):
         for t in tuple_of(out):
             if isinstance(t, Tensor) and "set_" not in str(func) and t.untyped_storage().data_ptr() not in seen:
                 storage = t.untyped_storage()
-                gc.collect()  # the interpreter leaves its arguments to the collector
+                gc.collect()  # the interpreter leaves its arguments to the garbage collector
                 self.sizes.append((str(func), storage.nbytes()))
                 self.alive = [each for each in self.alive if not each[0].expired()]
                 self.alive.append((StorageWeakRef(storage), storage.nbytes()))
@@ -55,7 +55,7 @@ class Allocations(TorchDispatchMode):
 
 
 def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]:
-    """What the kernels' launchers allocate, call by call."""
+    """Record what the kernels' launchers allocate, call by call."""
     found: list[Allocations] = []
 
     def watch(phase: str, run: Callable, *args, **keywords):
@@ -67,7 +67,7 @@ def allocations(monkeypatch, operator: Operator, impl: str) -> list[Allocations]
         return out
 
     around(monkeypatch, operator.kernels(impl), watch)
-    for device in ("cpu", "cuda"):  # no mode sees what these do
+    for device in ("cpu", "cuda"):  # a dispatch mode does not see these allocations
         monkeypatch.setattr(torch_private, f"_empty_strided_{device}", None)
-    monkeypatch.setattr(allocator, "CAN_COUNT_OWNERS", False)  # nor memory that is used again
+    monkeypatch.setattr(allocator, "CAN_COUNT_OWNERS", False)  # nor would it see memory that is reused
     return found

@@ -1,4 +1,4 @@
-"""Neighbours by brute force in NumPy, and clouds that make searches fail."""
+"""Neighbours by brute force in NumPy, and point clouds that are hard for searches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = (
 
 
 def cloud(seed: int) -> tuple[str, torch.Tensor, torch.Tensor, int, float]:
-    """A kind, queries ``[M, D]``, points ``[N, D]``, k and a radius."""
+    """A name of the kind, queries ``[M, D]``, points ``[N, D]``, k and a radius."""
     g = np.random.default_rng(seed)
     kind, D = KINDS[seed % len(KINDS)], int(g.integers(1, 4))
     M, N, k = int(g.integers(1, 12)), int(g.integers(20, 150)), int(g.integers(1, 12))
@@ -52,7 +52,7 @@ def cloud(seed: int) -> tuple[str, torch.Tensor, torch.Tensor, int, float]:
 
 
 def squared(queries: torch.Tensor, points: torch.Tensor) -> np.ndarray:
-    """d² ``[M, N]``, each operation rounded to the coordinates' dtype; +inf for what is not finite."""
+    """d² ``[M, N]``, each operation rounded to the coordinates' dtype; +inf where d² is not finite."""
     q, p = queries.numpy(), points.numpy()
     with np.errstate(all="ignore"):
         d = q[:, None] - p[None]
@@ -63,7 +63,7 @@ def squared(queries: torch.Tensor, points: torch.Tensor) -> np.ndarray:
 
 
 def neighbours(queries: torch.Tensor, points: torch.Tensor, radius: float | None = None) -> list[list[int]]:
-    """Of every query the indices of all its neighbours, ascending by (d², index)."""
+    """Indices of all neighbours of each query, ascending by (d², index)."""
     d2 = squared(queries, points)
     bound = np.inf if radius is None else d2.dtype.type(radius * radius)
     found = []

@@ -1,4 +1,4 @@
-"""Operators of the table as the tests call them: implementations, small cases, arguments that ask for gradients."""
+"""The operators as the tests call them: implementations, small cases, arguments that require gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Target(str):
-    """The name of an implementation, and the device whose tensors it takes in this run."""
+    """The name of an implementation, and the device of the tensors that it gets in this run."""
 
     @property
     def impl(self) -> str:
@@ -33,7 +33,7 @@ class Target(str):
 
 
 def cases() -> list:
-    """Every small case of every operator that has a gradient; some are not interpreted by default."""
+    """Every small case of every operator that has gradients; some are not interpreted by default."""
 
     def parameter(operator: Operator, case: str):
         interpreted = operator.interpreted_cases is None or case in operator.interpreted_cases
@@ -46,7 +46,7 @@ def distinct_sizes(operator: Operator, more: int = 0, keep: Sequence[str] = ()) 
     """Sizes of the first SMALL case made different from each other and from 2, so that a tracer cannot take one for another."""
     sizes = next(iter(operator.cases.SMALL.values()))
     letters = [k for k, v in sizes.items() if isinstance(v, int) and k not in (*operator.fixed, *keep)]
-    first = ["Q", "B", "heads", "D"]  # what the interpreter loops over stays small
+    first = ["Q", "B", "heads", "D"]  # the interpreter loops over these, so they stay small
     order = [k for k in first if k in letters] + [k for k in letters if k not in first]
     least = 1 + max([2, *(sizes[k] for k in operator.fixed if k in sizes)])
     return {**sizes, **{k: least + i + more for i, k in enumerate(order)}}
@@ -55,7 +55,7 @@ def distinct_sizes(operator: Operator, more: int = 0, keep: Sequence[str] = ()) 
 def backward_arguments(
     operator: Operator, given: Sequence, impl: str, needs: Sequence[bool] | None = None, grad: bool = False
 ) -> tuple:
-    """Of the registered backward operator, for arguments of the public function."""
+    """Arguments of the registered backward operator, from those of the public function."""
     args = operator.registered(*given)
     outs = tuple_of(operator.op.forward_op(*args, impl, True))
     schema = operator.op.backward_op._schema
@@ -89,7 +89,7 @@ def replaced(args: Sequence, where: Sequence[int], by: Sequence) -> list:
 
 
 def leaves(args: Sequence) -> list:
-    """The same memory, asking for gradients."""
+    """The same memory, requiring gradients."""
     return [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
@@ -99,7 +99,7 @@ def cotangents(outs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
 
 
 def value_and_grads(function: Callable, args: Sequence, grads: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Results, and the gradients of every floating-point argument (zeros where it is not used)."""
+    """Results, and the gradients of every floating-point argument (zeros for unused ones)."""
     args = leaves(args)
     outs = [o for o in tuple_of(function(*args)) if o.requires_grad]
     wanted = [args[i] for i in floats(args)]

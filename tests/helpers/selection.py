@@ -1,18 +1,18 @@
-"""Which tests apply to which operators, and which of them are in the default run where Triton is interpreted.
+"""Which tests apply to which operators, and which of them the default run interprets.
 
-A mark beside the test says what it is about, a trait in the table of operators says who is special.
+A mark on the test says what it is about; a trait in the table of operators says which operators are special.
 
-``not_for(trait, why)``: the test says nothing of operators with this trait, for this reason.
-``without_gradients``: it asks for no gradients, so operators without any have to pass it, too.
-``asks(what)``: what the test is about, and hence for whom others stand by default:
+``not_for(trait, why)``: the test does not apply to operators with this trait, for this reason.
+``without_gradients``: the test needs no gradients, so it also runs for operators that have none.
+``asks(what)``: what the test is about, and hence which operators may be left out by default because another covers them:
 
-- ``"passes"``: an operator's own passes. Every operator, interpreted too.
-- ``"operator"``: every operator; in the interpreter the one of the table that stands for all.
-- ``"torch"``: what torch makes of a registration, which is the same lines for all of a kind.
-- ``"engine"``, unless given: what an engine computes, also if several operators share it.
-- ``"values"``: single results in any dtype; in a default run, float32 alone where another operator has the same engine.
+- ``"passes"``: an operator's own passes. Every operator, also in the interpreter.
+- ``"operator"``: every operator; in the interpreter, only the table's representative.
+- ``"torch"``: what torch derives from a registration, which is the same code for all operators of a kind.
+- ``"engine"``, the default: what an engine computes, even if several operators share it.
+- ``"values"``: single results in any dtype; in a default run, only float32 where another operator has the same engine.
 
-``interpreted(default)``: whether a test, or all of a file, is interpreted by default; the mark nearest to the case decides.
+``interpreted(default)``: whether a test, or a whole file, is interpreted by default; the mark nearest to the case decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sonde.operators import Operator
 
 
 def _given(item, kind: type):
-    """The parameter of this kind, if there is one."""
+    """The case's parameter of this type, or None."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return next((value for value in parameters if isinstance(value, kind)), None)
 
@@ -44,7 +44,7 @@ def in_default_run(item) -> bool:
 
 
 def _left_out(item) -> bool:
-    """A mark of the case decides, else one of the test, else one of its file."""
+    """True if the case is left out by default; a mark of the case decides, else one of the test, else one of its file."""
     near = [mark.args[0] for mark in item.own_markers if mark.name == "interpreted"]
     far = item.get_closest_marker("interpreted")
     return not all(near) if near else far is not None and not far.args[0]

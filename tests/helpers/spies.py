@@ -1,4 +1,4 @@
-"""Who is called: passes that are watched, and functions that run in a process of their own."""
+"""Spies on passes, and functions that run in a child process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spy(monkeypatch, operator: Operator, impl: str) -> list[tuple[str, dict]]:
 
 
 def around(monkeypatch, module: ModuleType, through: Callable) -> None:
-    """Passes of this module go through ``through(phase, run, *args, **keywords)``."""
+    """Wrap this module's passes in ``through(phase, run, *args, **keywords)``."""
     forget_calls()
     recorded = hasattr(module, "forward_pass")
     for phase in ("forward", "backward"):
@@ -44,12 +44,12 @@ def around(monkeypatch, module: ModuleType, through: Callable) -> None:
         def act(*args, _phase=phase, _real=real, **keywords):
             return through(_phase, partial(_real, **keywords), *args, **keywords)
 
-        if real is not None:  # an operator without gradients has no backward
+        if real is not None:  # operators without gradients have no backward pass
             monkeypatch.setattr(module, name, record if recorded else act)
 
 
 def in_child(function: Callable[[], Any], seconds: int = 60) -> Any:
-    """What `function` returns in a forked process; a crash there is an error here and nothing more."""
+    """The result of `function` in a forked process; a crash there is only an error here."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:

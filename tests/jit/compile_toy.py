@@ -1,4 +1,4 @@
-"""A script of ``test_workers.py``: compile in processes for a GPU that is not there, and say what came of it."""
+"""A script of ``test_workers.py``: compile in worker processes for a GPU that is absent, and print a report."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from sonde.jit.workers import CompileOnly, precompile
 
 def main(backend: str, arch: str, cache: str) -> None:
     driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
-    os.environ["TRITON_INTERPRET"] = "1"  # too late for this process, and not for others to obey
+    os.environ["TRITON_INTERPRET"] = "1"  # this process has imported triton already; worker processes must not inherit it
     note = Path(cache) / "note"
     problem = Problem(1000, 3, str(note))
     buffer = torch.zeros(1001)
@@ -33,7 +33,7 @@ def main(backend: str, arch: str, cache: str) -> None:
     good = [Config(64), Config(128, 8), Config(128, 8, 2)]
     bad = [Config(48), Config(32, does="crash"), Config(16, does="hang")] if backend == "cuda" else []
     report: dict = {"causes": {}}
-    # what takes its whole limit comes second, beside everything else
+    # the candidate that takes its whole limit comes second, so that the others overlap with it
     for config, seconds, cause in precompile(SCALE, problem, good[:1] + bad[::-1] + good[1:], tensors, 2, 4):
         report["causes"][f"{config.block} {config.num_warps} {config.num_stages}"] = cause
         report["seconds"] = max(seconds, report.get("seconds", 0))
@@ -81,7 +81,7 @@ def main(backend: str, arch: str, cache: str) -> None:
 
 
 def searched(problem: Problem, good: list, bad: list, tensors: tuple) -> dict:
-    """A whole search whose default raises in the compiler, with another that kills its process; trials are made up."""
+    """A whole search whose default raises in the compiler and another candidate kills its process; trials are made up."""
 
     class Trials:
         def trial(self, config, best_us, limit_s):

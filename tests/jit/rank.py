@@ -1,4 +1,4 @@
-"""One rank of a process group, all of which want the same kernel tuned at the same moment: ``rank.py RANK SIZE FILE``."""
+"""One rank of a process group whose ranks all want the same kernel tuned at once: ``rank.py RANK SIZE FILE``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(rank: int, size: int, file: str) -> None:
 
     def search(*args, **options) -> list[Trial]:
         searches.append(rank)
-        time.sleep(1)  # long enough for the others to ask
+        time.sleep(1)  # long enough for the others to ask meanwhile
         return [Trial(Config(64), (1.0,) * 5), Trial(Config(16), (2.0,) * 5)]
 
     search_module.search = search

@@ -1,4 +1,4 @@
-"""A kernel runs in the configuration that its policy, the store, the package and its own predicate leave it."""
+"""How a kernel chooses its configuration: policy, store, shipped winners and its own predicate."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def tensors(problem: Problem) -> list[torch.Tensor]:
 
 
 def ran(kernel: jit.Tunable, problem: Problem) -> int:
-    """The block of the configuration that a call really ran in."""
+    """The block size that a call really ran with."""
     x, out, told = tensors(problem)
     kernel(problem, x, out, told)
     assert torch.equal(out, problem.factor * x)
@@ -116,7 +116,7 @@ def ship(folder: Path, kernel: jit.Tunable, problem: Problem, config: dict) -> N
 
 @pytest.fixture(autouse=True)
 def shipped(monkeypatch, tmp_path):
-    """Nothing is stored and nothing is shipped."""
+    """An empty store and an empty folder of shipped winners."""
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_stores", {})
     monkeypatch.setattr(cache, "_warned", set())
@@ -134,7 +134,7 @@ def shipped(monkeypatch, tmp_path):
 
 @pytest.fixture
 def searched(monkeypatch) -> list:
-    """A search that times nothing: large blocks are fast. Tells what it was asked."""
+    """A search that times nothing and prefers large blocks; returns the list of requests it got."""
     asked = []
 
     def search(kernel, problem, tensors, *, num_workers, max_configs=None, budget_s=None, progress=None):
@@ -152,7 +152,7 @@ def searched(monkeypatch) -> list:
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Kernels run in PyTorch: Triton's interpreter serves one thread at a time."""
+    """Kernels run in PyTorch, since Triton's interpreter serves one thread at a time."""
 
     def bind(function, tensors, launch):
         factor, block = launch.constants
@@ -161,11 +161,11 @@ def plain(monkeypatch):
     monkeypatch.setattr(launching, "bind", bind)
 
 
-# --- what is known
+# --- the order of choice
 
 
 def test_order_of_choice(shipped):
-    """Stored before shipped before default; a change of the store is seen by the next call."""
+    """Stored comes before shipped, shipped before default; the next call sees a change of the store."""
     kernel, problem = made(), Problem(20)
     assert ran(kernel, problem) == 16
     ship(shipped, kernel, problem, dict(block=32, num_warps=4))
@@ -181,7 +181,7 @@ def test_order_of_choice(shipped):
 
 
 def test_winners_of_other_packages(shipped, monkeypatch, tmp_path):
-    """They ship like our own, which come first where both have one."""
+    """Other packages' winners are used like our own, and ours take precedence where both have one."""
     monkeypatch.setattr(winners, "_more", [])
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -197,7 +197,7 @@ def test_winners_of_other_packages(shipped, monkeypatch, tmp_path):
 
 
 def test_predicate_is_asked_on_every_hit(shipped):
-    """Two problems share a bucket; what is stored and shipped for it suits one of them only."""
+    """The predicate is checked on every hit: of two problems that share a bucket, the winner fits only one."""
     kernel, large, small = made(), Problem(14), Problem(9)
     assert key_of(kernel, large) == key_of(kernel, small)
     remember(kernel, large, dict(block=128, num_warps=4))
@@ -219,7 +219,7 @@ def test_configurations_of_another_version_are_passed_over(config):
 @pytest.mark.parametrize("field", ["block", "num_warps"])
 @pytest.mark.filterwarnings("ignore:sonde")
 def test_values_that_no_candidate_could_have_are_passed_over(shipped, field, value):
-    """In a store and among shipped winners; what is good there still counts."""
+    """Values that no candidate has are skipped, in the store and among shipped winners; valid winners there still count."""
     kernel, problem = made(), Problem(20)
     config = dict(block=64, num_warps=4) | {field: value}
     remember(kernel, problem, config)
@@ -239,7 +239,7 @@ def test_a_predicate_that_fails_at_such_values():
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": true, "winners": []}', "\ud800", "[" * 5000])
 def test_shipped_winners_that_are_damaged(shipped, text):
-    """One warning, and the default runs."""
+    """A damaged file of shipped winners gives one warning, and the default runs."""
     kernel, problem = made(), Problem(20)
     ship(shipped, kernel, problem, dict(block=32, num_warps=4))
     (file,) = shipped.iterdir()
@@ -251,7 +251,7 @@ def test_shipped_winners_that_are_damaged(shipped, text):
 
 @pytest.mark.parametrize("policy", [PickAny, PickBest])
 def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
-    """As after a change of the compiler: said once, then what comes next in order runs, and is what the plan shows."""
+    """A winner that no longer compiles gives one warning; the next in order runs, and the plan shows that one."""
     kernel, problem, bind, asked = made(), Problem(20), launching.bind, []
 
     def fail(function, tensors, launch):
@@ -273,12 +273,12 @@ def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
     with settings.set(PickStored), pytest.raises(Unsupported):
         ran(kernel, problem)
     monkeypatch.setattr(launching, "bind", lambda *args: fail(None, None, jit.Launch((1, 1, 1), (), (0, 99))))
-    with pytest.raises(RuntimeError, match="PassManager"):  # the default has nothing behind it
+    with pytest.raises(RuntimeError, match="PassManager"):  # nothing comes after the default, so its error reaches the caller
         ran(kernel, Problem(22))
 
 
 def test_nothing_to_choose():
-    """One candidate that fits, or none that can be checked: the default, under every policy, and no key."""
+    """With no candidates, one that fits, or no reference to check them, the default runs under every policy, without a key."""
     for kernel in (made(expected=None), made(candidates=None), made(candidates=lambda p: [Config(16), Config(1 << 20)])):
         assert not kernel.tunable(Problem(20))
         for policy in (PickAny, PickBest, PickStored):
@@ -288,7 +288,7 @@ def test_nothing_to_choose():
 
 
 def test_nothing_to_run(searched):
-    """Empty problems are no reason to search, nor for a complaint that nothing is stored."""
+    """Empty problems neither start a search nor raise because nothing is stored."""
     for policy in (PickAny, PickBest, PickStored):
         with settings.set(policy):
             made(fits=lambda p, c: True)(Problem(0), *tensors(Problem(0)))
@@ -296,7 +296,7 @@ def test_nothing_to_run(searched):
 
 
 def test_key():
-    """Sizes count by their power of two; constants, dtypes and the source exactly."""
+    """The key holds sizes rounded to powers of two, and exact constants, dtypes and source."""
     kernel = made()
     key = key_of(kernel, Problem(16))
     assert json.loads(key.bucket) == dict(n=5)
@@ -335,7 +335,7 @@ def test_fixed(config):
 
 @pytest.mark.parametrize("config", [Other(64), dict(size=64)])
 def test_fixed_for_another_kernel(config):
-    """A pass has several kernels, and a configuration is meant for those that have its fields."""
+    """A fixed configuration applies only to those kernels of a pass that have its fields."""
     with settings.set(PickFixed(config)):
         assert ran(made(), Problem(20)) == 16
 
@@ -356,7 +356,7 @@ def test_stored(shipped):
 
 
 def test_threads_have_their_own(plain):
-    """Two threads call one kernel in turns, each under its own policy."""
+    """Two threads that alternate on one kernel each keep their own policy."""
     kernel, together, found = made(), threading.Barrier(2), {32: [], 64: []}
 
     def work(block: int) -> None:
@@ -376,7 +376,7 @@ def test_threads_have_their_own(plain):
 
 
 def test_best_searches_once(searched):
-    """The winner runs at once, is stored, and serves every policy."""
+    """The first call searches; the winner runs at once, is stored, and serves every policy."""
     kernel = made()
     with settings.set(PickBest, num_workers=3, max_configs=3, budget_s=7):
         assert [ran(kernel, Problem(n)) for n in (20, 20, 21)] == [64, 64, 64]
@@ -422,7 +422,7 @@ def test_failed_search_lists_its_causes_and_lets_others_try(monkeypatch):
 
 
 def test_a_call_survives_candidates_that_fail_and_says_so(monkeypatch, caplog):
-    """Some crash the compiler: the best of the others runs, one line of the log says which are out and why."""
+    """Some candidates crash the compiler: the best of the others runs, and one line of the log lists the failures with causes."""
 
     def search(kernel, problem, tensors, **options):
         causes = {16: "compiler crashed (signal 6)\nassertion", 32: "RuntimeError: PassManager::run failed"}
@@ -437,7 +437,7 @@ def test_a_call_survives_candidates_that_fail_and_says_so(monkeypatch, caplog):
 
 
 def test_a_call_survives_a_machine_that_cannot_search(monkeypatch, caplog):
-    """A full disk where a search puts its tensors: the default runs, untuned, and the next process tries again."""
+    """The disk is full where a search writes its tensors: the default runs, untuned, and the next process tries again."""
     monkeypatch.setattr(
         search_module.workers, "precompile", lambda kernel, problem, configs, *rest: ((c, 0.0, None) for c in configs)
     )
@@ -469,7 +469,7 @@ def test_waits_for_whoever_is_tuning(searched):
 
 
 def test_two_threads_do_not_search_at_once(searched, plain, monkeypatch):
-    """The second waits for the first, as another process would."""
+    """The second thread waits for the first, as another process would."""
     kernel, slow, entered = made(), search_module.search, threading.Event()
 
     def search(*args, **options):
@@ -499,7 +499,7 @@ def test_one_rank_tunes_and_the_others_wait(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("rank.py"))]
     options = dict(stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     ranks = [subprocess.Popen([*command, str(i), "3", str(tmp_path / "meet")], **options) for i in range(3)]
-    told = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]  # torch 2.9's gloo prints, too
+    told = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]  # torch 2.9's gloo also prints
     assert told[0] == told[1] == told[2]
     assert [block for block, _ in told[0]] == [64] * 3
     assert sum(len(searches) for _, searches in told[0]) == 1
@@ -514,10 +514,10 @@ def test_nothing_is_searched_during_capture(searched, monkeypatch):
 
 
 def test_policy_reaches_the_backward_pass(searched):
-    """Gradients are searched for where the forward call stood, wherever backward() is called."""
-    sizes = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)  # two candidates of few warps: Triton 3.6 fails at one of many
+    """The backward pass uses the policy of its forward call, wherever backward() is called."""
+    sizes = dict(B=1, C=4, H=3, W=3, Q=2, D=2, heads=1)  # two candidates with few warps: Triton 3.6 fails at one with many
     args = [a.requires_grad_() for a in OPERATORS["sample_sum"].cases.make(**sizes, device=DEVICE.type)]
-    sonde.sample_sum(*args, impl="triton").sum().backward()  # what was decided before is another policy's
+    sonde.sample_sum(*args, impl="triton").sum().backward()  # a call prepared earlier under another policy is not reused
     assert not searched
     with settings.set(PickBest, max_configs=2):
         out = sonde.sample_sum(*args, impl="triton")
@@ -533,12 +533,12 @@ def test_policy_reaches_the_backward_pass(searched):
     assert len(searched) == 2
 
 
-# --- the cost of it
+# --- cost
 
 
 @pytest.mark.parametrize("policy", [PickAny, PickBest, PickFixed(Config(32))])
 def test_known_choice_costs_next_to_nothing(monkeypatch, policy):
-    """About two microseconds of the host; the bound leaves room for busy machines."""
+    """A choice that is known costs the host about two microseconds; the bound leaves room for busy machines."""
     monkeypatch.setattr(jit.Tunable, "bind", lambda self, problem, tensors: lambda *tensors: None)
     kernel, problem = made(), Problem(20)
     given = tensors(problem)
@@ -560,7 +560,7 @@ def test_sizes_that_always_change_do_not_fill_the_memory(monkeypatch):
 
 
 def test_example_of_the_documentation(monkeypatch, tmp_path):
-    """It runs as it is printed, and a real search tries its candidates in other processes."""
+    """The example runs as printed, and its real search tries candidates in other processes."""
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "jit.kernel(" in block]
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -579,13 +579,13 @@ def test_example_of_the_documentation(monkeypatch, tmp_path):
 def test_documentation_names_every_variable():
     text = DOCS.read_text()
     source = "".join(path.read_text() for path in Path(sonde.__file__).parent.rglob("*.py"))
-    found = set(re.findall(r'environ(?:\.get\(|\[)"(SONDE_[A-Z_]+)"', source)) - {"SONDE_COMMIT"}  # which is for benchmark records
+    found = set(re.findall(r'environ(?:\.get\(|\[)"(SONDE_[A-Z_]+)"', source)) - {"SONDE_COMMIT"}  # used for benchmark records
     assert found >= {"SONDE_POLICY", "SONDE_CACHE_DIR"}
     assert all(f"| `{name}` |" in text for name in found)
 
 
 class Launcher:
-    """As Triton's: orders arguments for a C function, in this way or that."""
+    """A stand-in for Triton's launcher, which passes arguments to a C function in a given order."""
 
     def __init__(self, order, scratch=0):
         self.order, self.global_scratch_size, self.calls, self.got = order, scratch, 0, []
@@ -597,7 +597,7 @@ class Launcher:
 
 
 def test_a_launch_is_what_tritons_would_be():
-    """Whatever order a release has; where there is more to it than an order, its own launcher runs."""
+    """Our launch passes what Triton's would, in any release's order; where more than order differs, Triton's launcher runs."""
     orders = {
         "flat": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, function, 0, None, metadata, *args),
         "packed": lambda x, y, z, stream, function, metadata, args: (x, y, z, stream, function, metadata, "iO", args),
@@ -622,7 +622,7 @@ def test_a_launch_is_what_tritons_would_be():
 
 
 def test_registers_are_a_word_to_one_compiler():
-    """NVIDIA's is told how many a thread may have; others do not know the option."""
+    """Only NVIDIA's compiler gets the register limit; others do not know the option."""
     launch = jit.Launch((1, 1, 1), (), (), 2, registers=255)
     assert launch.options("cuda") == {"num_warps": 2, "num_stages": 3, "maxnreg": 255}
     assert launch.options("hip") == launch._replace(registers=None).options("cuda") == {"num_warps": 2, "num_stages": 3}

@@ -1,4 +1,4 @@
-"""Ahead-of-time builds: made without a GPU, found again elsewhere, never loaded where they do not belong."""
+"""Ahead-of-time builds: made without a GPU, found after a move, and never loaded where they do not match."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from sonde.op import cache
 
 ROOT = Path(__file__).parents[2]
 
-# what a process that never saw these kernels compiles, for each architecture
+# run in a process without these kernels: lists what it compiles, for each architecture
 USER = """
 import json, sys, warnings
 import torch, triton
@@ -48,7 +48,7 @@ print(json.dumps(dict(bound=len(_compiled), hits=found, warnings=[str(w.message)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """Two architectures in one process, and a case that cannot be built: it says why, and the rest is built."""
+    """A build for two architectures in one process, with one case that cannot be built: it is reported, the rest is built."""
     folder = tmp_path_factory.mktemp("build") / "made"
     good = [Task("sample_sum", "one_of_each", "float32", "contiguous", arch) for arch in ("sm_80", "sm_90")]
     bad = good[0]._replace(case="no such case")
@@ -69,7 +69,7 @@ def use(folder: Path | None, cache: Path, arch: int = 90) -> dict:
 
 
 def test_nothing_is_compiled_where_it_is_used(built, tmp_path):
-    """Every kernel is found, for each architecture, after the folder has moved; without it, every kernel is compiled."""
+    """After the folder has moved every kernel is found, for each architecture; without it every kernel is compiled."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(built, moved)
     for arch in (80, 90):
@@ -82,7 +82,7 @@ def test_nothing_is_compiled_where_it_is_used(built, tmp_path):
 
 @pytest.mark.parametrize("what", ["triton", "kernels", "python", "format", "manifest"])
 def test_a_mismatch_is_named_and_ignored(built, tmp_path, what):
-    """Built with something else, or not finished: one warning says what, and the kernels are compiled as usual."""
+    """For a mismatch or an unfinished build, one warning names the cause, and kernels are compiled as usual."""
     folder = tmp_path / "release"
     shutil.copytree(built, folder)
     if what == "manifest":
@@ -100,19 +100,19 @@ def test_a_mismatch_is_named_and_ignored(built, tmp_path, what):
         assert str(folder) in found["warnings"][0]
 
 
-# --- folders that hold anything
+# --- damaged or forged folders
 
 
 @pytest.fixture
 def folder(built, tmp_path) -> Path:
-    """A copy to spoil."""
+    """A copy that a test may damage."""
     shutil.copytree(built, tmp_path / "release")
     return tmp_path / "release"
 
 
 @pytest.fixture
 def attached(monkeypatch):
-    """Take a release into use as the first import does; what was said."""
+    """Attach a release as the first import does; returns the warnings."""
 
     def attach(folder: Path) -> list[str]:
         for name in ("_index", "_files"):
@@ -130,7 +130,7 @@ def attached(monkeypatch):
 
 
 def forge(folder: Path, index: bytes) -> None:
-    """Whoever can write the folder can make index and manifest agree."""
+    """Make index and manifest agree, as anyone who can write the folder could."""
     (folder / INDEX).write_bytes(index)
     manifest = json.loads((folder / MANIFEST).read_bytes())
     manifest["index"] = hashlib.sha256(index).hexdigest()
@@ -144,12 +144,12 @@ def edit(folder: Path, change) -> None:
 
 
 def found(folder: Path) -> list[str]:
-    """Kernels that can be loaded, by name."""
+    """Names of the kernels that can be loaded."""
     return [name for name in release._index if release.find(None, name) is not None]
 
 
 def test_index_is_data(folder, attached):
-    """Every kernel and every file is in it; nothing is pickled, and a pickle is not looked at."""
+    """The index lists every kernel and every file as plain data; a pickle is never read."""
     index = json.loads((folder / INDEX).read_bytes())
     files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     assert set(index["files"]) == files - {INDEX, MANIFEST}
@@ -161,7 +161,7 @@ def test_index_is_data(folder, attached):
 
 
 def test_entries_survive_the_journey():
-    """Constants of all kinds that kernels have; one of another kind is left to be compiled."""
+    """All kinds of constants that kernels have survive a round trip; a kernel with any other kind is left to be compiled."""
     import triton.language as tl
 
     constants = {(3,): 64, (4,): None, (5,): True, (6, 1): 0.5, (7,): tl.float32, (8,): (1, tl.int64), (9,): "word"}
@@ -180,7 +180,7 @@ ODD_INDEX = {
 @pytest.mark.parametrize("what", ODD_INDEX)
 @pytest.mark.parametrize("forged", [False, True])
 def test_an_odd_index_is_named_and_ignored(folder, attached, what, forged):
-    """Never an error at import, whether the manifest agrees with it or not."""
+    """An invalid index gives a warning, never an error at import, whether or not the manifest agrees with it."""
     index = ODD_INDEX[what]
     if index is None:
         (folder / INDEX).unlink()
@@ -231,7 +231,7 @@ def test_warnings_as_errors_do_not_stop_the_import(monkeypatch, folder):
     ],
 )  # fmt: skip
 def test_odd_entries_are_named_and_ignored(folder, attached, change):
-    """Those alone: the others are loaded."""
+    """Only the invalid entries are ignored: the other kernels are loaded."""
 
     def spoil(index):
         name, *_ = index["kernels"]
@@ -273,7 +273,7 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("suffix", [".cubin", ".json"])
 def test_spoilt_files_are_named_and_not_loaded(folder, attached, how, suffix):
-    """Before anything of them is used; a link with the right content leaves the release all the same."""
+    """Damaged files are found before any of them is used; a link out of the release is refused even if its content is right."""
     assert attached(folder) == []
     name, *others = release._index
     inside = folder / release._index[name].folder
@@ -282,7 +282,7 @@ def test_spoilt_files_are_named_and_not_loaded(folder, attached, how, suffix):
     SPOILT[how](file)
     with pytest.warns(RuntimeWarning, match=f"{re.escape(str(file))} of a release build is ignored: ") as caught:
         assert [release.find(None, name) for _ in range(2)] == [None, None]
-    assert len(caught) == 1  # said once
+    assert len(caught) == 1  # only one warning
     assert all(release.find(None, other) is not None for other in others)
 
 
@@ -297,7 +297,7 @@ def test_a_folder_that_is_a_link_out(folder, attached, tmp_path):
 
 
 def test_launchers_are_checked_too(folder, attached, monkeypatch, tmp_path):
-    """Triton loads shared libraries from its cache: from the release only what is in the index and is what was built."""
+    """Triton loads shared libraries from its cache; from the release it gets only files in the index with the recorded hash."""
     attached(folder)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
     manager = knobs.cache.manager_class
@@ -316,7 +316,7 @@ def test_launchers_are_checked_too(folder, attached, monkeypatch, tmp_path):
 
 
 def test_a_spoilt_release_compiles_in_a_fresh_process(folder, tmp_path):
-    """One binary is damaged: that kernel is compiled, the others come from the release."""
+    """If one binary is damaged, that kernel is compiled and the others come from the release."""
     binaries = sorted(folder.rglob("*.cubin"))
     for file in binaries:
         file.write_bytes(file.read_bytes()[:-1])
@@ -329,7 +329,7 @@ def test_a_spoilt_release_compiles_in_a_fresh_process(folder, tmp_path):
 
 
 def test_other_folders_are_left_alone(tmp_path):
-    """A build beside a user's own files takes over, rewrites and deletes none of them."""
+    """A build into a folder with a user's own files neither uses, rewrites nor deletes any of them."""
     own = tmp_path / "mine" / "__grp__x"
     own.parent.mkdir()
     for file in (own, own.with_name("lock"), tmp_path / "lock"):
@@ -340,7 +340,7 @@ def test_other_folders_are_left_alone(tmp_path):
 
 
 def test_identity_covers_every_file_that_imports_triton(monkeypatch, tmp_path):
-    """Whatever it is called: a change, a move or a new file is another release."""
+    """Changing, moving or adding a file that imports Triton makes another release, whatever the file's name."""
     package = ROOT / "src" / "sonde"
     copy = tmp_path / "sonde"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.json"))

@@ -1,4 +1,4 @@
-"""The search itself, with a compiler, trials and a clock that are made up."""
+"""The search itself, with a simulated compiler, trials and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBLEM = Problem(2.0)
 
 
 class Fake:
-    """Compilations and trials that end as `outcomes` says, and take as long on a clock of their own."""
+    """Compilations and trials with the given `outcomes`, which take time on a simulated clock."""
 
     def __init__(self, compile_s=1.0, trial_s=1.0, **outcomes):
         self.outcomes, self.compile_s, self.trial_s = outcomes, compile_s, trial_s
@@ -66,7 +66,7 @@ def test_fastest_wins_and_losers_keep_their_causes():
     assert [t.cause for t in found] == [None, "no such layout", None, "disagrees", "crashed", "did not finish"]
     assert all(t.compile_s == 1.0 for t in found)
     assert "broken" not in fake.tried
-    assert fake.given == [None, 3.0, 1.0, 1.0, 1.0]  # what there is to beat
+    assert fake.given == [None, 3.0, 1.0, 1.0, 1.0]  # the best time so far, which a trial must beat
     assert sorted(fake.closed) == ["compilers", "trials"]
 
 
@@ -112,7 +112,7 @@ def test_each_candidate_is_tried_before_the_next_is_waited_for():
 def test_budget(budget, tried, until):
     fake = Fake(a=3.0, b=2.0, c=1.0)
     assert names(fake.search(budget_s=budget)) == list(tried)
-    assert fake.now == until  # it waits for no compilation when time is up
+    assert fake.now == until  # once time is up, it does not wait for compilations
     assert sorted(fake.closed) == ["compilers", "trials"]
 
 
@@ -198,7 +198,7 @@ class TestTiming:
         assert sorted(times)[10] < 1000
         assert calls[::2] == ["before"] * (len(calls) // 2)
         assert set(calls[1::2]) == {"run"}
-        assert len(calls) // 2 > 20  # some of them warm up
+        assert len(calls) // 2 > 20  # some of them are warm-up calls
 
     def test_unit(self):
         assert sorted(time_us(lambda: time.sleep(0.002), self.CPU))[0] >= 2000

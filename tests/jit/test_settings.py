@@ -1,4 +1,4 @@
-"""Settings nest, restore, stay in their thread, and refuse what they cannot use."""
+"""Settings nest, are restored, are local to their thread, and reject invalid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sonde.jit import PickAny, PickBest, PickFixed, PickStored, settings
 SRC = Path(__file__).parents[2] / "src"
 
 
-# The package's root imports torch, which takes seconds and has no part in this.
+# Importing the package's root would import torch, which takes seconds and is not needed here.
 WITHOUT_TORCH = f"""
 import sys, types
 for name in ("sonde", "sonde.op", "sonde.jit"):
@@ -65,7 +65,7 @@ def test_decorator_takes_what_is_in_force_at_the_call():
 
 
 def test_threads_do_not_see_each_other():
-    """Eight threads set and read at the same moments."""
+    """Eight threads set and read settings at the same time."""
     together, wrong = threading.Barrier(8), []
 
     def work(n: int) -> None:
@@ -86,7 +86,7 @@ def test_threads_do_not_see_each_other():
 
 
 def test_use_carries_settings_to_another_thread():
-    """As the backward pass does, which autograd runs in a thread of its own."""
+    """The backward pass does this, since autograd runs it in a thread of its own."""
     with settings.set(PickBest, num_workers=5):
         forward = settings.current()
     seen = []
@@ -129,7 +129,7 @@ def test_policies_by_class_instance_and_name(given):
     ],
 )
 def test_bad_arguments(arguments, options, error, message):
-    """The call itself complains, not the ``with`` that comes later."""
+    """The error is raised by the call itself, not by the ``with`` that uses its result."""
     with pytest.raises(error) as caught:
         settings.set(*arguments, **options)
     assert message in str(caught.value)

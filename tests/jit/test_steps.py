@@ -1,4 +1,4 @@
-"""A pass is recorded once: what it runs, what it allocates and what its plan says are one thing."""
+"""A pass is recorded once; its launches, its allocations and its plan all come from that record."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def doubled(n: int = 1000, x: Tensor | None = None) -> Pass:
 
 
 def test_runs_in_order_and_takes_further_arguments():
-    """Arguments come first; whatever values follow them in a schema are ignored."""
+    """Steps run in order; the pass's arguments come first, and further values of the schema are ignored."""
     run = doubled(3).bind()
     assert run(torch.tensor([1.0, 2, 3]), "an option", 7).tolist() == [3, 5, 7]
     assert run(torch.zeros(3)).tolist() == [1, 1, 1]
@@ -34,11 +34,11 @@ def test_plan_lists_what_runs():
         ("torch.mul", (), "backward"),
         ("torch.add", ("out",), "backward"),
     ]
-    assert [k.workspace for k in p.plan("forward")] == [0, 4000]  # in the first step the result is not there yet
+    assert [k.workspace for k in p.plan("forward")] == [0, 4000]  # the result is not allocated yet in the first step
 
 
 def test_buffers_live_as_long_as_steps_take_them():
-    """A buffer is gone when a later step allocates, and the plan counts neither before nor after its life."""
+    """A buffer is freed after its last use, before a later step allocates; the plan counts it only while it is live."""
     seen: list[weakref.ref] = []
     p = Pass(CPU, torch.float32, dict(x=torch.empty(256, device="meta")))
 
@@ -71,7 +71,7 @@ def test_views_keep_their_memory_and_cost_nothing():
 
 
 def test_only_what_is_not_contiguous_is_copied():
-    """And once, however many steps take it."""
+    """Contiguous arguments are not copied; others are copied once, however many steps use them."""
     x, y = torch.zeros(3, 5).t(), torch.zeros(5, 3)
     p = Pass(CPU, torch.float32, dict(x=x, y=y, absent=None))
     assert p.contiguous("absent") is None
@@ -85,7 +85,7 @@ def test_only_what_is_not_contiguous_is_copied():
 
 
 def test_what_is_absent_is_none():
-    """A kernel takes None for a pointer that it does not read, and for an argument that was not given."""
+    """A kernel gets None for a pointer that it does not read and for an absent argument."""
     p = Pass(CPU, torch.float32, dict(x=torch.empty(2), depths=None))
     seen: list[tuple] = []
     p.call("see", lambda *taken: seen.append(taken), ["x", None, "depths"])
@@ -94,7 +94,7 @@ def test_what_is_absent_is_none():
 
 
 def test_results_that_no_step_touches_are_there():
-    """Of no elements, say; also where there are no steps at all."""
+    """Results that no step writes, such as empty ones, are allocated all the same, even in a pass without steps."""
     for steps in (0, 1):
         p = Pass(CPU, torch.float32, dict(x=torch.empty(2)))
         out = p.buffer("out", [0, 3], torch.float16)
@@ -113,7 +113,7 @@ def test_slots_of_one_name_are_two():
 
 
 def test_every_run_has_buffers_of_its_own():
-    """A bound pass keeps nothing of a call: neither its results nor its arguments, nor those that it was recorded with."""
+    """A bound pass keeps nothing of a call: no results, no arguments, nor those that it was recorded with."""
     x = torch.zeros(8)
     run = doubled(8, x).bind()
     first, second = run(x), run(x)
@@ -125,7 +125,7 @@ def test_every_run_has_buffers_of_its_own():
 
 
 def test_a_pass_that_was_read_is_gone_without_the_collector():
-    """It has the arguments that it was recorded with: a cycle would keep their memory until Python looks for cycles."""
+    """A recorded pass holds its arguments: a reference cycle would keep their memory until the garbage collector runs."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The tuning store: nothing is lost between processes, nothing that happens to the file stops the library."""
+"""The tuning store: processes never lose each other's rows, and no damage to the file stops the library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(store, "_stores", {})
 
 
-# The package's root imports torch, which eight processes would do for longer than they run; these modules need none of it
+# Importing the package's root would import torch, which takes eight processes longer than their work; these modules do not need it
 # (`timing` names it, and uses it on GPUs).
 PROLOGUE = f"""
 import sys, os, time, types
@@ -71,7 +71,7 @@ def finish(process: subprocess.Popen) -> str:
     return out.strip()
 
 
-# --- what it keeps
+# --- contents
 
 
 def test_trials_are_kept_whole(one, path):
@@ -123,7 +123,7 @@ def test_old_winner_defends_itself_with_its_new_time(one):
     assert one.record(KEY, [Trial(B, (85.0,)), Trial(A, (88.0, 88.0))]) == A  # the machine is faster today
     assert one.winners()[0][2:4] == (88.0, 2)
     assert one.record(KEY, [Trial(A, (120.0,)), Trial(B, (110.0,))]) == B
-    assert one.record(KEY, [Trial(B, (105.0,), cause="wrong"), Trial(C, (500.0,))]) == C  # what fails now is out
+    assert one.record(KEY, [Trial(B, (105.0,), cause="wrong"), Trial(C, (500.0,))]) == C  # what fails now is dropped
     assert one.record(KEY, [Trial(C, cause="wrong")]) is None
     assert one.winner(KEY) is None
 
@@ -153,7 +153,7 @@ def test_clear(one):
     assert one.claim(KEY, "me", 60)
     assert one.clear() == 1
     assert (one.winners(), one.trials()) == ([], [])
-    assert not one.claim(KEY, "you", 60)  # who is tuning goes on alone
+    assert not one.claim(KEY, "you", 60)  # leases survive, so whoever is tuning is still alone
 
 
 def test_reading_creates_nothing(one, path):
@@ -202,7 +202,7 @@ def test_export_and_load(one, tmp_path):
     assert document["device"] == row["device"] == "H200"
     assert (row["torch"], row["triton"], row["config"], row["median_us"], row["timings"]) == ("2.13", "3.7", A, 101.0, 3)
     row |= dict(config=C, median_us=97.0)
-    assert copy.load(document) == 0  # within the margin
+    assert copy.load(document) == 0  # within the margin, so the stored winner stays
     row |= dict(median_us=95.0)
     assert copy.load(document) == 1
     assert copy.winner(KEY) == C
@@ -241,7 +241,7 @@ def test_load_refuses_what_it_does_not_know(one, change, message):
     ],
 )
 def test_load_leaves_out_rows_that_are_not_valid(one, tmp_path, row, message):
-    """And takes over the others."""
+    """Invalid rows are left out, and the others are loaded."""
     one.record(KEY, [Trial(A, (1.0,))])
     document = one.export()
     (good,) = document["winners"]
@@ -253,7 +253,7 @@ def test_load_leaves_out_rows_that_are_not_valid(one, tmp_path, row, message):
     assert copy.left_out == []
 
 
-# --- invalid rows: every field in turn holds what it must not
+# --- invalid rows: every field in turn holds invalid values
 
 
 def _nested(depth: int) -> list:
@@ -273,7 +273,7 @@ NUMBERS = ("median_us", "timings", "at")
 
 
 def _is_legal(field: str, value) -> bool:
-    """What such a field may well hold: another kernel's name, another time, another configuration."""
+    """True if the value is legal in this field after all: another kernel's name, another time, another configuration."""
     if field in Key._fields:
         return value in ("12.5", "text", "")
     if field == "config":
@@ -285,7 +285,7 @@ HOSTILE = [(field, value) for field in (*Key._fields, "config", *NUMBERS) for va
 
 
 def _works(one: Store, path: Path, left_out: int) -> None:
-    """Whatever is asked for: the good rows are there, the others are not, and nothing raises."""
+    """Every query returns the good rows, leaves out the others, and never raises."""
     other = KEY._replace(bucket="2^11")
     for each in (one, Store(path)):
         assert (each.winner(KEY), each.winner(other)) == (A, B)
@@ -298,7 +298,7 @@ def _works(one: Store, path: Path, left_out: int) -> None:
 
 
 def test_fuzz_of_documents(tmp_path):
-    """In one file for each field: valid rows between hostile ones, which are faster than those, would they count."""
+    """One file per field: valid rows among invalid ones that would win, by their times, if they counted."""
     good = dict(KEY._asdict(), config=A, median_us=2.0, timings=3, at=10.0)
     last = good | dict(bucket="2^11", config=B)
     for field in dict(HOSTILE):
@@ -313,24 +313,24 @@ def test_fuzz_of_documents(tmp_path):
 
 
 def _column(field: str, value):
-    """As a column of the file holds it; None for what none can hold, and for what it makes a legal value of."""
+    """The value as the file's column stores it; None if it cannot be stored or becomes legal when stored."""
     if isinstance(value, str) and not value.isascii():
         return None
     if isinstance(value, (str, bytes)) and field in ("config", *Key._fields):
         return value
     if field == "config":
-        deep = value in (ANYTHING[-2], ANYTHING[-1])  # the encoder, too, gives up at such depths
+        deep = value in (ANYTHING[-2], ANYTHING[-1])  # the JSON encoder fails at such depths, too
         return '{"BLOCK": ' * 5000 + "1" + "}" * 5000 if deep else json.dumps(value)
     whole = isinstance(value, int) and abs(value) < 2**63
     if field in Key._fields or value != value or not (whole or isinstance(value, (float, str, bytes))):
         return None
-    became = 12.5 if value == "12.5" else value  # by the column's affinity
+    became = 12.5 if value == "12.5" else value  # SQLite converts it by the column's affinity
     legal = dict(median_us=became in (1, 12.5), timings=became in (0, 1), at=became in (0, 1, 12.5))
     return None if legal[field] else value
 
 
 def test_fuzz_of_the_file(one, path):
-    """The same, written into the tables behind our back; winners and trials of every kind."""
+    """Invalid rows written directly into the file's tables, winners and trials alike."""
     one.record(KEY, [Trial(A, (2.0,))])
     one.record(KEY._replace(bucket="2^11"), [Trial(B, (2.0,))])
     db = sqlite3.connect(path)
@@ -365,12 +365,12 @@ def test_fuzz_of_the_file(one, path):
     assert len(caught) == 1
     trials = one.trials()
     assert [r.trial.config for r in trials[:2]] == [A, B]
-    assert all(r.trial.cause is not None or r.trial.error == math.inf for r in trials[2:])  # which may be any text, and infinite
+    assert all(r.trial.cause is not None or r.trial.error == math.inf for r in trials[2:])  # any text and infinity are valid there
     assert len(one.left_out) == 66 - len(trials[2:]) > 50
 
 
 def test_a_row_that_is_not_valid_gives_way(one, path):
-    """To the next winner of its key, whatever it claims."""
+    """Any valid trial of the same key replaces an invalid winner, whatever time that claims."""
     one.record(KEY, [Trial(A, (1.0,))])
     with sqlite3.connect(path) as db:
         db.execute("UPDATE winners SET median_us = 'fast'")
@@ -422,7 +422,7 @@ print(done)
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_eight_processes_lose_no_row(one, path, seconds):
-    """Seconds of writing at once, beginning with the creation of the file; warnings are errors in the writers."""
+    """Writers run for some seconds, starting with the creation of the file; warnings are errors in them."""
     processes = [start(HAMMER.replace("SECONDS", str(seconds)), path, n) for n in range(8)]
     counts = [int(finish(p)) for p in processes]
     rows = [(r.trial.config["process"], r.trial.config["row"]) for r in one.trials()]
@@ -442,7 +442,7 @@ while True:
 
 
 def test_killed_writer_leaves_what_it_committed(one, path):
-    """Five rows per transaction: all five or none, and every transaction that was acknowledged."""
+    """Each transaction writes five rows: all five or none are there, and every acknowledged transaction is."""
     for round in range(5):
         one.clear()
         writer = start(KILLED, path)
@@ -455,7 +455,7 @@ def test_killed_writer_leaves_what_it_committed(one, path):
         rows = [(r.trial.config["row"], r.trial.config["part"]) for r in one.trials()]
         written = len(rows) // 5
         assert rows == [(row, part) for row in range(written) for part in range(5)]
-        assert written in (last + 1, last + 2)  # it may have died between the commit and the word
+        assert written in (last + 1, last + 2)  # it may have died after the commit and before the acknowledgement
         assert one.record(KEY._replace(bucket="after"), [Trial(A, (1.0,))]) == A
 
 
@@ -491,7 +491,7 @@ def test_lease(one):
     assert not one.claim(KEY, "b", 60)
     assert one.claim(KEY, "a", 60)
     assert one.claim(KEY._replace(bucket="2^11"), "b", 60)
-    one.release(KEY, "b")  # not its own
+    one.release(KEY, "b")  # "b" does not hold this lease
     assert not one.claim(KEY, "b", 60)
     one.release(KEY, "a")
     assert one.claim(KEY, "b", 60)
@@ -508,7 +508,7 @@ def test_lease_expires(one):
 
 
 def test_lease_from_the_future_is_void(one, monkeypatch):
-    """The clock was set back while a lease was held."""
+    """A lease that ends too far in the future, after the clock was set back, is ignored."""
     assert one.claim(KEY, "a", 60)
     now = time.time()
     monkeypatch.setattr(store.time, "time", lambda: now - 3600)
@@ -516,7 +516,7 @@ def test_lease_from_the_future_is_void(one, monkeypatch):
 
 
 def test_wait(one):
-    assert one.wait(KEY, 60) is None  # nobody tunes
+    assert one.wait(KEY, 60) is None  # nobody is tuning
     assert one.claim(KEY, "a", 60)
     begin = time.monotonic()
     assert one.wait(KEY, 0.2) is None
@@ -540,7 +540,7 @@ else:
 
 def test_one_of_many_processes_tunes(path):
     words = [finish(p).split() for p in [start(RANK, path, n) for n in range(6)]]
-    assert len({who for _, who in words}) == 1  # all have the same winner
+    assert len({who for _, who in words}) == 1  # all ranks have the same winner
     assert [word for word, _ in words].count("tuned") == 1
 
 
@@ -594,7 +594,7 @@ SCHEMAS = {
 @pytest.mark.parametrize("how", SCHEMAS)
 @pytest.mark.filterwarnings("ignore:sonde")
 def test_tables_of_others(one, path, how):
-    """The right format, and not our tables: nothing raises, and this process has its results."""
+    """A file of the right format with other tables never raises, and this process keeps its own results."""
     one.record(KEY, [Trial(A, (1.0,))])
     db = sqlite3.connect(path)
     db.executescript(SCHEMAS[how])
@@ -605,10 +605,10 @@ def test_tables_of_others(one, path, how):
         assert one.record(other, [Trial(B, (1.0,))]) == B
         one.release(other, "me")
     assert one.winner(other) == B
-    assert one.wait(other, 1) in (B, None)  # None where nobody can be seen to tune
+    assert one.wait(other, 1) in (B, None)  # None if the file cannot tell whether anybody is tuning
     assert other in one.snapshot("H200")
     assert one.trials(other)
-    assert one.load(one.export()) in (0, 1)  # what only this process has may find its way into the file
+    assert one.load(one.export()) in (0, 1)  # rows that only this process had may be written to the file
     one.clear()
 
 
@@ -632,7 +632,7 @@ def test_other_format_is_set_aside(one, path, version):
 
 
 def test_processes_that_find_damage_together_lose_no_row(one, path):
-    """Each row is written after the damage, so all must be in the new file: no process moves a file that another has begun."""
+    """Each row is written after the damage, so all must be in the new file: no process moves a file that another just created."""
     path.parent.mkdir()
     path.write_bytes(b"this is no database" * 1000)
     code = "import warnings; warnings.simplefilter('ignore')\n" + HAMMER.replace("SECONDS", "1.5")
@@ -642,7 +642,7 @@ def test_processes_that_find_damage_together_lose_no_row(one, path):
 
 
 def test_nobody_sets_aside_what_another_has_begun(monkeypatch, one, path):
-    """The other finds the damage, sets it aside and writes, all between our finding it and our moving it."""
+    """Another process finds the damage, moves the file and writes a new one, between our own finding and moving."""
     path.parent.mkdir()
     path.write_bytes(b"this is no database" * 1000)
     alone = database._alone
@@ -671,7 +671,7 @@ def test_deleted_file_begins_again(one, path):
 
 
 def _works_without(one: Store, message: str) -> None:
-    """One warning, and this process has its results nevertheless."""
+    """One warning, and this process keeps its results in memory."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert one.winner(KEY) is None
@@ -711,7 +711,7 @@ def test_folder_that_cannot_be_written(monkeypatch, one, path):
 
 
 def test_read_only_folder_is_still_read(monkeypatch, one, path):
-    """As in a container whose image has a tuned store."""
+    """A store in a read-only folder is still read, as in a container whose image has a tuned store."""
     one.record(KEY, [Trial(A, (1.0,))])
     before = {f: f.stat().st_mtime_ns for f in path.parent.iterdir()}
     monkeypatch.setattr(database.os, "access", lambda *args: False)
@@ -737,13 +737,13 @@ def test_no_home(monkeypatch):
 
 
 def test_full_disk(monkeypatch, one, path):
-    """Existing rows stay readable, new ones are kept in this process, and writing resumes when the disk has space again."""
+    """Existing rows stay readable, new ones are kept in this process, and writes resume once the disk has space again."""
     one.record(KEY, [Trial(A, (100.0,))])
     connect = database._connect
 
     def small(path, write):
         db = connect(path, write)
-        db.execute("PRAGMA max_page_count=1")  # never less than there are
+        db.execute("PRAGMA max_page_count=1")  # SQLite never sets a limit below the current number of pages
         return db
 
     other = KEY._replace(bucket="2^11")
@@ -768,7 +768,7 @@ def test_writer_that_never_ends_is_not_waited_for_for_ever(monkeypatch, one, pat
     monkeypatch.setattr(database, "PATIENCE_S", 0.2)
     stuck = sqlite3.connect(path, isolation_level=None)
     stuck.execute("BEGIN IMMEDIATE")
-    assert one.winner(KEY) == A  # reading needs no turn
+    assert one.winner(KEY) == A  # reading does not wait for a lock
     with pytest.warns(RuntimeWarning, match="database is locked"):
         assert one.record(KEY, [Trial(B, (0.5,))]) == B
     stuck.close()
@@ -829,7 +829,7 @@ print(sum(counts), codes.count(0))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forks_amid_the_work_of_threads(one, path):
-    """Children neither use a connection of their parent's nor hang on a lock that was taken when they were made."""
+    """A forked child neither uses its parent's connection nor hangs on a lock that another thread held at the fork."""
     count, fine = map(int, finish(start("import warnings; warnings.simplefilter('ignore')\n" + FORKS, path)).split())
     assert fine == 20
     assert count > 0

@@ -1,4 +1,4 @@
-"""Real processes: compiling for a GPU that is not there, and trying on CPU tensors what misbehaves."""
+"""Real worker processes: compiling for a GPU that is absent, and trials on CPU tensors of kernels that misbehave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MISALIGNED = 1  # elements
 
 
 def make_tensors():
-    """A transposed input that starts between two vectors, something absent, and two results."""
+    """A transposed input with a misaligned start, an absent tensor, and two results."""
     x = torch.arange(1.0, 42.0)[MISALIGNED:].reshape(5, 8).t()
     assert x.data_ptr() % 16
     return [x, None, torch.full((8, 5), 7.0), torch.full((1,), 5.0)]
@@ -57,12 +57,12 @@ def test_compiles_into_the_cache_that_a_launch_reads(tmp_path):
     assert report["hits"] == [True] * 3
     assert report["unchanged"]
     assert report["kernels"] == 3
-    assert report["other alignment hits"] == [False]  # so that hits mean something
+    assert report["other alignment hits"] == [False]  # so the hits above are not accidental
 
-    assert report["kept"][0] == report["kept"][1] != []  # the same processes serve the next search
-    assert report["kept on"] == []  # and go with the block
+    assert report["kept"][0] == report["kept"][1] != []  # the next search reuses the same processes
+    assert report["kept on"] == []  # and they end with the block
 
-    causes = report["search"]["causes"]  # a search goes on after each of them, and has the best of the others
+    causes = report["search"]["causes"]  # a search continues after each failure and finds the best of the others
     assert causes[0].startswith("CompilationError: ")
     assert causes[1:] == ["compiler crashed (signal 11)", None, None, None]
     assert report["search"]["best"] == 64
@@ -70,12 +70,12 @@ def test_compiles_into_the_cache_that_a_launch_reads(tmp_path):
     assert report["here"][0] is None
     assert report["here"][1].startswith("CompilationError: ")
     assert report["interrupted"]
-    assert not report["left"]  # and what hung was killed
+    assert not report["left"]  # the process that hung was killed
 
 
 @pytest.mark.slow
 def test_compiles_for_amd(tmp_path):
-    """Whose key depends on the size of a storage as well."""
+    """AMD's cache keys also depend on the size of a storage."""
     report = compile_toy(tmp_path, "hip", "gfx942")
     assert list(report["causes"].values()) == [None] * 3
     assert report["hits"] == [True] * 3
@@ -90,7 +90,7 @@ def test_nothing_to_compile():
 
 
 def test_trials():
-    """One failing candidate after another; none affects the next or this process."""
+    """One failing candidate after another; none affects the next one or this process."""
     tensors = make_tensors()
     kept = [t if t is None else t.clone() for t in tensors]
     bench = Trials(TOY, Problem(2.0), tensors)
@@ -104,7 +104,7 @@ def test_trials():
         assert found.error < 1e-6
         assert len(trial("right", best_us=100.0, ms=2).times_us) == 5
 
-        for does in ("forgets", "wrong", "wavers"):  # first what gets by on the results of the last
+        for does in ("forgets", "wrong", "wavers"):  # "forgets" first: it would pass if it saw the previous results
             found = trial(does)
             assert found.cause.startswith("disagrees with the reference: relative error ")
             assert not found.error <= 1e-5
@@ -125,7 +125,7 @@ def test_trials():
 
 
 def test_a_spoilt_process_is_replaced():
-    """After an illegal access nothing runs in a process any more."""
+    """After an illegal access nothing runs in that process any more, so a new one takes over."""
 
     class Spoilt:
         stopped = 0
@@ -144,7 +144,7 @@ def test_a_spoilt_process_is_replaced():
 
 
 def test_a_kept_process_serves_the_next_search():
-    """It takes the next problem without starting again; one that owes an answer is not kept."""
+    """A kept process takes the next problem without restarting; one that still owes an answer is not kept."""
     seen = []
     with keep():
         for factor in (2.0, 3.0):
@@ -169,7 +169,7 @@ def test_what_cannot_start_is_tried_once():
 
 @pytest.mark.slow
 def test_search_survives_every_kind_of_trouble():
-    """A candidate that raises, aborts, exits or hangs: its cause is kept, and the next ones are tried."""
+    """A candidate raises, aborts, exits or hangs: its cause is recorded, and the next ones are tried."""
     toy_module = sys.modules["toy"]
     configs = [Config(does) for does in ("raises", "aborts", "exits", "hangs", "wrong")] + [Config("right")]
     kernel = toy_module.TOY
@@ -185,7 +185,7 @@ def test_search_survives_every_kind_of_trouble():
 
 @pytest.mark.parametrize("what", ["Popen", "TemporaryFile"])
 def test_no_process_can_be_started(monkeypatch, what):
-    """No memory, too many processes, or a full disk: every candidate has that cause, and nothing raises."""
+    """No memory, too many processes, or a full disk: every candidate gets that cause, and nothing raises."""
 
     def fail(*args, **options):
         raise OSError(12, "Cannot allocate memory")
@@ -200,7 +200,7 @@ def test_no_process_can_be_started(monkeypatch, what):
 
 
 def test_a_candidate_that_cannot_be_asked_about():
-    """As one that cannot be pickled: the others are compiled."""
+    """If a candidate cannot be pickled, the others are still compiled."""
 
     class Fine:
         def ask(self, question, *limits):
@@ -251,7 +251,7 @@ print([t.config.does for t in found])
 
 
 def test_no_orphans(tmp_path):
-    """Ctrl-C, or the end of the caller, also ends a kernel that hangs and what it has started."""
+    """Ctrl-C, or the end of the caller, also ends a kernel that hangs and the processes that it started."""
     env = os.environ | {"PYTHONPATH": PATH}
     notes = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}
     callers = {
@@ -266,7 +266,7 @@ def test_no_orphans(tmp_path):
         out, errors = caller.communicate(timeout=20)
         assert notes[how].exists(), errors
         if how == signal.SIGINT:
-            assert out.strip() == "['right']", errors  # what was found counts
+            assert out.strip() == "['right']", errors  # results found before the interruption count
         wait_until(lambda note=notes[how]: not any(is_alive(pid) for pid in note.read_text().split()))
 
 

@@ -1,4 +1,4 @@
-"""A kernel without Triton, whose configurations say what they do."""
+"""A kernel without Triton, whose configurations are named after what they do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 class Problem(NamedTuple):
     factor: float
-    note: str = ""  # a file that gets process ids
+    note: str = ""  # a file to which process ids are written
 
 
 class Config(NamedTuple):
@@ -55,7 +55,7 @@ class Toy:
     def wrong(self, problem, tensors):
         tensors[2].mul_(1.01)
 
-    def wavers(self, problem, tensors):  # right at first
+    def wavers(self, problem, tensors):  # right in the first ten runs
         self.times = getattr(self, "times", 0) + 1
         if self.times > 10:
             self.wrong(problem, tensors)

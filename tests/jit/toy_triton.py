@@ -1,4 +1,4 @@
-"""A small Triton kernel, whose configurations compile or do something else."""
+"""A small Triton kernel, whose configurations compile, crash or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small call of every public operator, for what must hold for all of them: ``CALLS[name]`` is a function and its tensors."""
+"""One small call of every public operator, for tests that all must pass: ``CALLS[name]`` is a function and its tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
 _generator = torch.Generator().manual_seed(0)
 _images = _uniform(2, 6, 5, 4)
 _samples = _uniform(2, 7, 3, 2, low=-0.9, high=0.9)
-_cloud = _uniform(9, 3), _uniform(90, 3)  # more points than a tree's smallest
+_cloud = _uniform(9, 3), _uniform(90, 3)  # more points than the smallest tree holds
 _level = ((5, 4),)
 
 CALLS = {
@@ -54,7 +54,7 @@ CALLS = {
     "knn_aggregate": Call(lambda *args, **how: sonde.knn_aggregate(*args, k=3, **how), (*_cloud, _uniform(90, 5))),
     "radius_aggregate": Call(lambda *args, **how: sonde.radius_aggregate(*args, 0.4, **how), (*_cloud, _uniform(90, 5))),
 }
-WAITS = {"radius_search"}  # for the device, since the size of its result depends on the data: no graph can hold it
+WAITS = {"radius_search"}  # the size of its result depends on the data, so it waits for the device: no CUDA graph can hold it
 
 
 def _finite(distances: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def _finite(distances: Tensor) -> Tensor:
 
 
 def value_and_gradients(call: Call, function: Callable | None = None, **how) -> list[Tensor]:
-    """The result and every argument's gradient of its weighted sum."""
+    """The result, and the gradient of its weighted sum for every argument."""
     args = call.leaves()
     out = (function or call.function)(*args, **how)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)

@@ -1,4 +1,4 @@
-"""One training step of a sharded model whose layers call Numba kernels; run by `test_fsdp.py`, one process for each rank."""
+"""One training step of a sharded model whose layers call Numba kernels; `test_fsdp.py` runs it once per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sonde
 
 
 class Scene(nn.Module):
-    """Parameters go into every operator as they are, so that FSDP gathers and frees the very memory that kernels read."""
+    """Parameters go into every operator unchanged, so that FSDP gathers and frees the very memory that kernels read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from sonde.op import allocator
 
 @pytest.mark.parametrize("size", [(2, 3, 5), (1, 1, 1 << 20), (2, 3, 1001, 777)], ids=str)
 def test_memory_of_results(size, monkeypatch):
-    """Large pages are asked for within a result, never around it; what it holds does not depend on them."""
+    """Large pages are requested only for ranges inside a result, and do not change its contents."""
     allocator.forget()
     advice = []
     monkeypatch.setattr(allocator, "_madvise", lambda *given: advice.append(given))
@@ -39,7 +39,7 @@ def test_no_large_pages_where_they_go_back_to_a_host(tmp_path):
 
 
 def test_memory_of_results_is_used_again():
-    """By the next of as many bytes, whatever its shape, dtype and layout."""
+    """The next result of the same number of bytes reuses it, whatever its shape, dtype and layout."""
     allocator.forget()
     out = allocator.empty((4, 8, 64, 512), torch.float32).fill_(3)
     place = out.data_ptr()
@@ -73,14 +73,14 @@ def test_memory_that_somebody_has_is_left_alone(keeper):
     other = allocator.empty((1 << 20,), torch.float32)
     assert other.data_ptr() != place
     del kept
-    if keeper == "numpy":  # after which the storage cannot be resized
+    if keeper == "numpy":  # a storage that NumPy has read cannot be resized any more, so a new one is made
         assert allocator.empty((1 << 20,), torch.float32).untyped_storage().resizable()
     else:
         assert allocator.empty((1 << 20,), torch.float32).data_ptr() == place
 
 
 def test_shared_memory_is_not_kept():
-    """Another process may have it."""
+    """Shared memory is never reused: another process may still read it."""
     allocator.forget()
     out = allocator.empty((1 << 20,), torch.float32).share_memory_()
     place = out.data_ptr()
@@ -100,7 +100,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_memory_that_was_changed_is_not_used_again(change):
-    """Results can be resized, as torch's own can, and every next one is as good as new."""
+    """Results can be resized like any tensor; memory that was resized, shared or read by NumPy is not reused."""
     allocator.forget()
     out = allocator.empty((1 << 20,), torch.float32)
     assert out.untyped_storage().resizable()
@@ -116,7 +116,7 @@ def test_memory_that_was_changed_is_not_used_again(change):
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_results_grow_where_torch_writes_into_them():
-    """``out=`` of torch's own functions, and ``resize_``, for results on kept memory, twice."""
+    """``out=`` of torch's functions resizes a result on reused memory, and the next result is right; done twice."""
     images, samples = torch.rand(1, 64, 32, 32), torch.rand(1, 4096, 2, 2)
     weights = torch.rand(1, 1, 4096, 2)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_results_grow_where_torch_writes_into_them():
 
 
 def test_an_index_knows_its_points_from_later_ones():
-    """Which lie at the same address."""
+    """An index rejects points that reuse the address of the points it was built from."""
     pytest.importorskip("numba")
     queries, anchors, index, places = torch.rand(9000, 3), torch.rand(9000, 3), None, []
     for _ in range(3):
@@ -170,7 +170,7 @@ def test_threads_share_no_memory():
 
 
 def test_results_are_not_written_again():
-    """By later calls of their operator, while anybody has them."""
+    """Later calls of an operator never write to a result that is still referenced."""
     pytest.importorskip("numba")
     images, samples = torch.rand(1, 64, 32, 32), torch.rand(1, 4096, 2, 2)
     weights = torch.rand(1, 1, 4096, 2)

@@ -1,4 +1,4 @@
-"""Caches of prepared calls: one bound for all of them, the least recently used out first."""
+"""Caches of prepared calls share one bound; the least recently used entry is dropped first."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_what_is_used_stays(bound):
 
 
 def test_shapes_that_always_change(bound):
-    """Several operators, forward and backward: the number of entries stays flat, and a call that was dropped is prepared again."""
+    """With ever-changing shapes, forward and backward, the number of entries stays bounded; a dropped call is prepared again."""
     first = torch.rand(1, 3, 4, 4)
     places = torch.rand(1, 2, 2, 2)
     want = sonde.grid_sample(first, places)
@@ -77,7 +77,7 @@ def test_threads_that_fill_and_empty_one_cache(bound):
 
 
 def test_entries_are_not_counted_at_each_call(bound, monkeypatch):
-    """Nobody walks over the caches before there are too many entries; a key that is there already is no new one."""
+    """Entries are counted only once the bound may be exceeded; storing an existing key again does not count as a new entry."""
     walks, walk = [], cache._drop_oldest
     monkeypatch.setattr(cache, "_drop_oldest", lambda: walks.append(1) or walk())
     calls = CallCache()

@@ -1,4 +1,4 @@
-"""The disk cache of CPU kernels: damage to its files costs time, never a result, and another user's code is never run."""
+"""The disk cache of CPU kernels: damaged files cost time, never a result, and another user's code is never run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total(start, stop, x, out):
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path) -> Path:
-    """An empty cache, and a process that has said nothing yet."""
+    """An empty cache, in a process that has not warned yet."""
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     cpu_cache.cache_folder.cache_clear()
@@ -42,7 +42,7 @@ def folder(monkeypatch, tmp_path) -> Path:
 
 
 def fresh() -> tuple[int, list[str]]:
-    """As in a new process: calls with two signatures, which must be right; how many came from the disk, and what was said."""
+    """Call with two signatures as a new process would, and check the results; how many came from the disk, and the warnings."""
     cpu_cache.cache_folder.cache_clear()
     cache._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +62,7 @@ def files(folder: Path) -> list[Path]:
 
 def test_what_one_process_compiles_the_next_one_loads(folder):
     assert fresh() == (0, [])
-    assert len(files(folder)) == 2  # one for each signature, and nothing temporary
+    assert len(files(folder)) == 2  # one for each signature, and no temporary files
     assert fresh() == (2, [])
 
 
@@ -82,20 +82,20 @@ DAMAGES = {
 
 
 def _flipped(data: bytes) -> bytes:
-    """In the machine code, which a pickle holds as mere bytes: unpickling notices nothing."""
+    """Flip bits of the machine code, which unpickling does not check."""
     at = data.index(b"\x7fELF") + 0x200
     return data[:at] + bytes(b ^ 0x55 for b in data[at : at + 64]) + data[at + 64 :]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(folder, damage):
-    """Both are compiled again, said once; the next process finds them whole."""
+    """Both kernels are compiled again with one warning; the next process finds the files repaired."""
     fresh()
     for file in files(folder):
         DAMAGES[damage](file, file.read_bytes())
     hits, said = fresh()
     if damage == "link to nothing":
-        assert (hits, said) == (0, [])  # as if it had been deleted
+        assert (hits, said) == (0, [])  # the same as if the file had been deleted
     else:
         assert hits == 0
         assert len(said) == 1
@@ -112,7 +112,7 @@ def test_one_damaged_file_of_two(folder):
 
 
 def test_swapped_files(folder):
-    """Each is whole, but the code is for other arguments."""
+    """Each file is intact, but its code was compiled for other arguments, so it is not used."""
     fresh()
     one, two = files(folder)
     contents = one.read_bytes(), two.read_bytes()
@@ -124,7 +124,7 @@ def test_swapped_files(folder):
 
 
 def test_folders_in_place_of_files(folder):
-    """They are not ours to delete; every process compiles, and says so."""
+    """Folders where files should be are never deleted; every process compiles, with a warning."""
     fresh()
     for file in files(folder):
         file.unlink()
@@ -151,7 +151,7 @@ def test_deleted_while_it_is_used(folder):
     [("write", errno.ENOSPC), ("write", errno.EDQUOT), ("make", errno.EROFS), ("make", errno.ENOSPC), ("move", errno.EACCES)],
 )
 def test_full_disk(monkeypatch, folder, when, code):
-    """Where the file is made, written or put in its place: calls are right, one warning, nothing is left behind."""
+    """The disk is full when a file is created, written or renamed: calls are right, with one warning and no files left behind."""
 
     def fail(*args, **options):
         raise OSError(code, os.strerror(code))
@@ -187,7 +187,7 @@ def test_full_disk(monkeypatch, folder, when, code):
 
 
 def test_no_folder(monkeypatch, tmp_path):
-    """A file where the cache should be, and no home at all."""
+    """The cache folder cannot be created, because a file is in its place or there is no home: one warning, right results."""
     (tmp_path / "plain").write_text("")
     monkeypatch.setenv("SONDE_CACHE_DIR", str(tmp_path / "plain"))
     hits, said = fresh()
@@ -212,7 +212,7 @@ def test_warnings_as_errors_cost_no_result(folder):
 
 
 def test_numba_that_has_moved_its_parts(monkeypatch, folder):
-    """Nothing is cached, everything is right."""
+    """If Numba's internals have moved, nothing is cached and all results are right."""
     monkeypatch.setattr(cpu_cache, "dumps", None)
     assert fresh() == (0, [])
     assert not files(folder)
@@ -223,13 +223,13 @@ def test_numba_that_has_moved_its_parts(monkeypatch, folder):
     assert (hits, len(said)) == (0, 1)
 
 
-# --- whose code it is
+# --- ownership and permissions
 
 
 @POSIX
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
 def test_only_the_user_can_write(folder, umask):
-    """Whatever the umask, from the first moment."""
+    """Files and folders are created writable for the user only, whatever the umask."""
     before = os.umask(umask)
     try:
         fresh()
@@ -254,7 +254,7 @@ def test_folders_that_others_can_write_are_refused(monkeypatch, folder, which, h
         this.rename(folder / "moved")
         this.symlink_to(folder / "moved")
     elif how == "owner":
-        # as another user, who finds under the name of theirs a folder that is not
+        # run as another user, whose own folder name is taken by a folder that this user owns
         me = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
         other = inner.parent.with_name(f"numba-{me + 1}")
@@ -265,12 +265,12 @@ def test_folders_that_others_can_write_are_refused(monkeypatch, folder, which, h
     hits, said = fresh()
     assert (hits, len(said)) == (0, 1)
     assert {"link": "is not a folder", "owner": "belongs to user"}.get(how, "can be written by others") in said[0]
-    assert [file.read_bytes() for file in files(folder)] == before  # nor is anything written there
+    assert [file.read_bytes() for file in files(folder)] == before  # nothing was written there either
 
 
 @POSIX
 def test_files_that_others_can_write_are_refused(folder):
-    """As those of a folder that was swapped after it was checked."""
+    """Each file's permissions are checked, too, in case the folder was swapped after it was checked."""
     fresh()
     for file in files(folder):
         file.chmod(0o620)
@@ -285,7 +285,7 @@ def test_users_of_one_folder_do_not_disturb_each_other(monkeypatch, folder):
     fresh()
     mine, me = cpu_cache.cache_folder(), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    monkeypatch.setattr(cpu_cache, "_must_be_ours", lambda path, found: None)  # cannot be theirs here
+    monkeypatch.setattr(cpu_cache, "_must_be_ours", lambda path, found: None)  # files of the made-up user would fail this check
     assert fresh() == (0, [])
     assert cpu_cache.cache_folder() != mine
     monkeypatch.setattr(os, "geteuid", lambda: me)
@@ -295,12 +295,12 @@ def test_users_of_one_folder_do_not_disturb_each_other(monkeypatch, folder):
 @POSIX
 @pytest.mark.parametrize("mode", [0o000, 0o500])
 def test_unreadable_files_and_folders(monkeypatch, mode):
-    """A folder that can still be read serves; where nothing can be read, everything is compiled."""
+    """Files in a read-only folder are used; if nothing can be read, everything is compiled."""
     root = os.geteuid() == 0
-    fresh()  # numba has imported what it needs
-    folder = Path(tempfile.mkdtemp())  # others may enter none of pytest's
+    fresh()  # so that numba has imported what it needs
+    folder = Path(tempfile.mkdtemp())  # pytest's own folders cannot be entered by other users
     monkeypatch.setenv("SONDE_CACHE_DIR", str(folder))
-    if root:  # who reads and writes everything
+    if root:  # root ignores permissions, so continue as another user
         os.chown(folder, 65534, 65534)
         os.seteuid(65534)
     try:
@@ -356,7 +356,7 @@ def finish(running: subprocess.Popen) -> list:
 
 @pytest.mark.slow
 def test_operators_in_processes(folder):
-    """Three at once into an empty cache, then into one that is damaged in several ways; all are right."""
+    """Three processes start at once with an empty cache, then with one damaged in several ways; all results are right."""
     for said, before in ((0, None), (1, lambda i, file: (b"", file.read_bytes()[:-1], os.urandom(9))[i % 3])):
         for i, file in enumerate(files(folder)) if before else ():
             file.write_bytes(before(i, file))

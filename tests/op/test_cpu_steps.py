@@ -1,4 +1,4 @@
-"""Passes on CPUs: what is prepared keeps no argument, follows the number of threads, and counts every buffer."""
+"""Passes on CPUs: a prepared pass keeps no argument, follows the number of threads, and counts every buffer."""
 
 import gc
 import weakref
@@ -18,11 +18,11 @@ MANY = {
     "sample_sum": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
     "sample_dot": dict(B=2, C=24, H=48, W=48, Q=40, D=3, heads=150, layout="uniform"),
     "deformable_aggregation": dict(B=2, C=2, H=6, W=7, Q=20, D=3, heads=70, cams=2, L=10),
-}  # more than kernels add up in one go
+}  # more than a kernel sums in one go
 
 
 def test_prepared_passes_keep_no_argument(operator, target):
-    """An argument is free once its caller has let go of it, whatever was prepared."""
+    """No prepared call keeps an argument alive after its caller has dropped it."""
     args = leaves(operator.make(B=1, C=8, H=5, W=7, Q=3, D=2, heads=2, layout="uniform", device=target.device))
     out = operator.call(target)(*args)
     torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
@@ -34,7 +34,7 @@ def test_prepared_passes_keep_no_argument(operator, target):
 
 @pytest.mark.parametrize("name", GRADED)
 def test_threads_may_change_between_passes(name):
-    """A call that was prepared with one number of threads runs with another, and so does its backward pass."""
+    """A call prepared with one number of threads also runs with another, forward and backward."""
     operator = OPERATORS[name]
     args = leaves(operator.make(B=1, C=40, H=5, W=7, Q=30, D=9, heads=2, layout="uniform"))
     wanted, found = [args[i] for i in floats(args)], []
@@ -43,14 +43,14 @@ def test_threads_may_change_between_passes(name):
         out = operator.call("numba")(*args)
         torch.set_num_threads(after)
         found.append([out, *torch.autograd.grad(out, wanted, cotangents([out]))])
-    # torch's own products sum in an order that depends on the threads
+    # sums inside torch's own matrix products depend on the number of threads
     same = partial(torch.allclose, atol=1e-4) if operator.by_torch else torch.equal
     assert all(same(a, b) for others in found[1:] for a, b in zip(found[0], others))
 
 
 @pytest.mark.parametrize("name", MANY)
 def test_workspace_of_long_sums(name, monkeypatch):
-    """More heads, levels or groups than a kernel adds up are summed in float64, which a plan counts."""
+    """More heads, levels or groups than one kernel sums are added up in a float64 buffer, which the plan counts."""
     operator, target = OPERATORS[name], Target("numba")
     torch.set_num_threads(1)
     args = leaves(operator.make(**MANY[name]))

@@ -1,4 +1,4 @@
-"""Operators inside CUDA graphs, as ``torch.compile(mode="reduce-overhead")`` makes them: no graph is skipped, no step is stale."""
+"""Operators in the CUDA graphs of ``torch.compile(mode="reduce-overhead")``: no graph is skipped, no step reuses stale data."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("gradients", [False, True], ids=["value", "gradients"])
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in WAITS])
 def test_reduce_overhead(name, gradients, deterministic):
-    """Several steps with other numbers each: a graph that kept an address or a number would repeat an earlier step."""
+    """Several steps with different data: a graph that kept an old address or value would repeat an earlier result."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.use_deterministic_algorithms(deterministic)

@@ -1,6 +1,6 @@
-"""Modes, transforms, tracers and profilers must see the operator, never the function that launches its kernels.
+"""Modes, transforms, tracers and profilers must see the operator, not the function that launches its kernels.
 
-Every test calls the operator first, so that its call cache is warm: the usual order, and the one in which a cache can be wrong.
+Every test calls the operator first, so that its call cache is warm: the usual order, and the one in which a stale cache shows.
 """
 
 import warnings
@@ -25,7 +25,7 @@ pytest.importorskip(
 EACH = pytest.mark.parametrize("name", CALLS)
 OF_ONE_SIZE = pytest.mark.parametrize("name", [name for name in CALLS if name not in WAITS])
 KINDS = pytest.mark.parametrize("gradients", [False, True], ids=["value", "gradients"])
-READ_THEIR_RESULT = {"knn", "radius_neighbors", "radius_search"}  # in the backward pass
+READ_THEIR_RESULT = {"knn", "radius_neighbors", "radius_search"}  # by their backward passes
 
 
 def warm(name: str) -> Call:
@@ -36,7 +36,7 @@ def warm(name: str) -> Call:
 
 
 def function_of(call: Call, gradients: bool):
-    """Of tensors, with as many results as tensors follow: tracers count the arguments of what they trace."""
+    """A function with one positional parameter per tensor: tracers count the parameters of what they trace."""
 
     def value(*args: Tensor) -> tuple[Tensor, ...]:
         return (call.function(*args),)
@@ -50,7 +50,7 @@ def function_of(call: Call, gradients: bool):
 
 
 def others(call: Call) -> list[Tensor]:
-    """Arguments of the same kind with other numbers."""
+    """The call's arguments with different values."""
     return [x.flip(0).contiguous() for x in call.args]
 
 
@@ -71,14 +71,14 @@ def test_make_fx_holds_the_operator(name, gradients, mode, early):
     call = warm(name)
     function = function_of(call, gradients)
     if early and gradients and name in READ_THEIR_RESULT:
-        with pytest.raises(RuntimeError, match=r"pre_dispatch=False|not tracked with proxy"):  # the latter from torch 2.9 itself
+        with pytest.raises(RuntimeError, match=r"pre_dispatch=False|not tracked with proxy"):  # the latter by torch 2.9
             make_fx(function, tracing_mode=mode, pre_dispatch=True)(*call.args)
         return
     if name in WAITS and mode != "real":
         pytest.skip("its size depends on numbers that a fake tensor does not have")
     graph = make_fx(function, tracing_mode=mode, pre_dispatch=early)(*call.args)
     assert seen(graph, name)
-    assert not any("empty" in str(node.target) for node in graph.graph.nodes)  # where a launcher would write
+    assert not any("empty" in str(node.target) for node in graph.graph.nodes)  # an `empty` would mean that the launcher was traced
     if name not in WAITS:
         assert_same(graph(*others(call)), function(*others(call)))
 
@@ -194,7 +194,7 @@ def test_profiler_sees_the_operator(name):
 
 @EACH
 def test_forward_mode(name):
-    """Dual numbers after a warm call; a kernel would drop the tangent."""
+    """Forward-mode AD after a warm call gives the right tangent; launching the kernel directly would drop it."""
     from torch.autograd import forward_ad
 
     call = warm(name)

@@ -1,4 +1,4 @@
-"""``sonde.operator``: schemas from annotations, implementations by name and device, derivatives, what torch makes of it, errors."""
+"""``sonde.operator``: schemas from annotations, implementations by name and device, derivatives, torch.compile, errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def slope(grad, x, scale, shift, *, needs):
 
 @pytest.fixture(params=["reference", "backward"])
 def op(request):
-    """With the gradient of the reference, and with one of its own."""
+    """One operator that uses the reference's gradient, and one with a gradient of its own."""
     backward = slope if request.param == "backward" else None
     return sonde.operator(name(), fast, reference=plain, backward=backward, devices="cpu", deterministic=True)
 
@@ -68,7 +68,7 @@ def test_first_second_and_forward_derivatives(op, x, shift):
 
 
 def test_transforms(op, x, shift):
-    """Gradients of mapped calls, mapped gradients, Hessians."""
+    """Per-sample gradients, gradients of a mapped loss, Hessians."""
     torch.testing.assert_close(torch.vmap(lambda x, y: op(x, 3.0, y))(x, shift), plain(x, 3.0, shift))
     torch.testing.assert_close(torch.vmap(torch.func.grad(lambda x: op(x, 3.0).sum()))(x), 3 * (3 * x).cos())
     torch.testing.assert_close(torch.func.grad(lambda x: torch.vmap(lambda r: op(r, 3.0))(x).sum())(x), 3 * (3 * x).cos())
@@ -115,7 +115,7 @@ def test_a_result_without_gradient(x):
 
 
 def test_integer_results_need_not_be_named(x):
-    """Autograd knows that they have no gradient; naming them in no_grad spares the backward pass an argument."""
+    """Autograd knows that integer results have no gradient; listing them in no_grad saves the backward pass an argument."""
 
     def sort(x: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = torch.sort(x)
@@ -324,7 +324,7 @@ def test_implementations_are_imported_by_the_first_call(x, monkeypatch):
 
 
 def test_a_module_of_passes_as_our_own(x, monkeypatch):
-    """The protocol of ``forward_pass`` and ``backward_pass``, with plans that say everything."""
+    """A user's module with ``forward_pass`` and ``backward_pass`` works like our own, and its plans are complete."""
 
     def forward_pass(x: Tensor, y: Tensor) -> Pass:
         p = Pass(x.device, x.dtype, dict(x=x, y=y))
@@ -433,7 +433,7 @@ def test_under_autocast_it_means_the_same():
     assert x.grad.dtype is torch.float32
 
 
-# what torch makes of it
+# torch.compile and other tools of torch
 
 
 def test_one_graph_with_gradients(op, x, shift):
@@ -446,7 +446,7 @@ def test_one_graph_with_gradients(op, x, shift):
 
 
 def test_the_first_call_may_be_in_a_graph(x, monkeypatch):
-    """Nothing is looked up while torch's compiler traces: it would leave its graph for that."""
+    """No implementation is looked up while torch.compile traces, since that would break the graph."""
     from sonde.op import functions
 
     op = sonde.operator(name(), fast, reference=plain)

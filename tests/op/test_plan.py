@@ -1,4 +1,4 @@
-"""``sonde.explain``: every claim of every kernel is compared with what the kernel does."""
+"""``sonde.explain``: every claim about a kernel is compared with what the kernel does."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -29,7 +29,7 @@ def made(operator: Operator, target: Target, **options) -> tuple:
 
 @pytest.mark.asks("passes")
 def test_names_and_writes(operator, target):
-    """The forward pass writes the result; every gradient that is asked for is written once, by a kernel with a name."""
+    """The forward pass writes the result; every requested gradient is written exactly once, by a kernel with a name."""
     args = leaves(made(operator, target))
     for mode in (False, True):
         with deterministic(mode):
@@ -55,7 +55,7 @@ def test_gradients_nobody_asks_for_are_not_planned(operator, target):
 
 
 def test_determinism_that_is_claimed(operator, target):
-    """Atomics are confessed in the default mode on GPUs, and gone in the deterministic one; CPUs never have them."""
+    """GPU plans admit atomics in the default mode and have none in the deterministic mode; CPU plans never have any."""
     args = leaves(made(operator, target))
     default = sonde.explain(operator.call(target), *args)
     with deterministic():
@@ -84,17 +84,17 @@ def test_launches_nothing(operator, target, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_accumulator(operator, target, dtype):
-    """A sum that is exact in float64 and not in float32 shows which of them the kernels add in; the plan says the same."""
+    """The plan names the dtype that kernels accumulate in, found by a sum that is exact in float64 and not in float32."""
     args = leaves(made(operator, target, dtype=dtype))
     plan = sonde.explain(operator.call(target), *args)
     assert {k.accumulator for k in plan.kernels} == {torch.float64 if dtype == torch.float64 else torch.float32}
     if operator.factors is None:
-        return  # its sums are judged in its own tests
+        return  # its accumulation is checked in its own tests
     inside = made(operator, target, dtype=dtype, octaves=0, layout="one_pixel")
     big = [torch.full_like(a, 1.0) if i == 0 else a for i, a in enumerate(inside)]
     name, along = operator.factors
     terms = big[operator.arguments.index(name)].zero_().transpose(-1, along)
-    terms[..., :2] = torch.tensor([2.0**40, 1.0])  # two terms of every sum
+    terms[..., :2] = torch.tensor([2.0**40, 1.0])  # every sum has these two terms
     tail = operator.call(target)(*big).double()
     kept = (tail.abs().max() % 2**40) != 0
     assert bool(kept) == (dtype == torch.float64)
@@ -117,14 +117,14 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
     with deterministic(mode):
         plan = sonde.explain(operator.call(target), *args)
         out = operator.call(target)(*args)
-        cotangent = torch.empty_like(out).copy_(cotangents([out])[0])  # laid out as the result is, as plans have it
+        cotangent = torch.empty_like(out).copy_(cotangents([out])[0])  # laid out as the result is, as the plan assumes
         torch.autograd.grad(out, [args[i] for i in floats(args)], cotangent)
     for phase, launched in zip(("forward", "backward"), found, strict=True):
         used = launched.peak - launched.returned
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
         assert used <= 1.05 * claimed + 8192, f"{phase} takes {used}, the plan says {claimed}"
         sorts = operator.lists and "torch.sort" in [k.name for k in plan.kernels if k.phase == phase]
-        # what Numba's kernels take for themselves is not seen here, nor what torch.sort takes of the many pairs of a device's test
+        # neither Numba's own allocations are seen here, nor those of torch.sort for the many pairs of a GPU test
         if target.impl == "triton" and (target.interpreted or not sorts):
             assert claimed <= 1.5 * used + 8192, f"{phase} takes {used}, the plan says {claimed}"
 
@@ -132,7 +132,7 @@ def test_workspace_is_what_is_allocated(operator, target, dtype, layout, mode, m
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["sample_sum", "sample_dot"])
 def test_workspace_of_few_samples_of_large_images(name, threads, monkeypatch):
-    """The gradient of the images, as it is summed, is there while the others are; with one thread nothing else is as large."""
+    """The images' summed gradient is live together with the other gradients; with one thread it is the largest buffer."""
     pytest.importorskip("numba")
     operator, target = OPERATORS[name], Target("numba")
     torch.set_num_threads(threads)
@@ -149,7 +149,7 @@ def test_workspace_of_few_samples_of_large_images(name, threads, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_workspace_on_the_device(operator, mode):
-    """The allocator's own peak agrees with the plan."""
+    """The peak of CUDA's caching allocator agrees with the plan."""
     if len(operator.results) > 1:
         pytest.skip("its lists are made one tensor of here, which takes more")
     args = leaves(operator.cases.make(**{**operator.cases.BENCH[operator.typical], "B": 4}, device="cuda"))
@@ -157,7 +157,7 @@ def test_workspace_on_the_device(operator, mode):
 
     def peak(function):
         function()
-        gc.collect()  # what a test before has left
+        gc.collect()  # collect what earlier tests left behind
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -169,18 +169,18 @@ def test_workspace_on_the_device(operator, mode):
         plan = sonde.explain(operator.call("triton"), *args)
         (out,) = peak(lambda: [operator.call("triton")(*args)])
         ct = cotangents([out])
-        measured[0] -= kept_for_backward(out, args)  # results too
+        measured[0] -= kept_for_backward(out, args)  # includes the results
         peak(lambda: torch.autograd.grad(out, [args[i] for i in floats(args)], ct, retain_graph=True))
     for phase, used in zip(("forward", "backward"), measured):
         claimed = max(k.workspace for k in plan.kernels if k.phase == phase)
-        slack = 2**21  # the allocator hands out a block that is up to 1 MiB too large rather than split it
+        slack = 2**21  # the allocator may hand out a block that is up to 1 MiB too large instead of splitting it
         assert used <= 1.05 * claimed + slack, f"{phase} takes {used}, the plan says {claimed}"
-        if not operator.lists:  # where an index is built, it is not all there yet when that takes most
+        if not operator.lists:  # an index is not yet complete when building it needs the most memory
             assert claimed <= 1.5 * used + slack, f"{phase} takes {used}, the plan says {claimed}"
 
 
 def kept_for_backward(out: Tensor, args) -> int:
-    """Bytes of what the graph of `out` saves beside that and the arguments."""
+    """Bytes that the graph of `out` saves besides `out` and the arguments."""
     given, kept = {t.untyped_storage().data_ptr() for t in (out, *args) if isinstance(t, Tensor)}, {}
     nodes = [out.grad_fn]
     for node in nodes:
@@ -191,7 +191,7 @@ def kept_for_backward(out: Tensor, args) -> int:
 
 
 def test_fake_tensors(operator):
-    """The plan of a GPU call is made without a GPU, from fake tensors, and is the plan of real ones."""
+    """A GPU call can be planned from fake tensors without a GPU, and the plan equals that of real tensors."""
     pytest.importorskip("triton")
 
     def plan():
@@ -199,14 +199,14 @@ def test_fake_tensors(operator):
             new = lambda a: torch.empty(a.shape, dtype=a.dtype, device="cuda", requires_grad=True)
             return sonde.explain(operator.function, *[new(a) if isinstance(a, Tensor) else a for a in operator.make(**SIZES)])
 
-    found = plan() if HAS_GPU else in_child(plan)  # a torch without CUDA aborts when autograd asks it for a stream
+    found = plan() if HAS_GPU else in_child(plan)  # torch without CUDA aborts when autograd asks for a stream
     assert found.impl == "triton"
     assert (found.determinism is Determinism.NONE) == operator.atomic
     assert found == sonde.explain(operator.call("triton"), *leaves(made(operator, Target("triton"))))
 
 
 def test_meta_tensors(operator):
-    """A meta tensor has no device that a kernel could run on: the plan is the reference's, and says so."""
+    """Kernels cannot run on meta tensors: the plan is that of the reference, and says so."""
     meta = [a.to("meta").requires_grad_() if isinstance(a, Tensor) else a for a in operator.make(**SIZES)]
     plan = sonde.explain(operator.function, *meta)
     assert plan.impl == "reference"
@@ -216,7 +216,7 @@ def test_meta_tensors(operator):
 
 
 def test_auto_is_explained_as_it_runs(operator, monkeypatch):
-    """explain() and the call ask the same selector."""
+    """explain() and the call choose the implementation by the same code."""
     pytest.importorskip("numba")
     args = operator.make(**SIZES)
     assert sonde.explain(operator.function, *args).impl == "numba"
@@ -243,7 +243,7 @@ def test_table(operator, target):
 
 
 def test_several_operators_in_one_function():
-    """A layer's plan lists the kernels of all its operators in order; one that calls none is an error."""
+    """The plan of a layer lists the kernels of all its operators in order; a function that calls no operator is an error."""
     images, samples = torch.randn(1, 8, 4, 4), torch.zeros(1, 5, 3, 2)
 
     def attention(queries):
@@ -257,7 +257,7 @@ def test_several_operators_in_one_function():
 
 
 def test_failure_ends_the_recording():
-    """An error inside explain() does not leave later calls unexecuted, and its cause is the caller's to see."""
+    """After an error inside explain(), which reaches the caller unchanged, later calls run normally."""
     images, samples = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 1, 2)
     with pytest.raises(ValueError, match="weights"):
         sonde.explain(sonde.sample_sum, images, samples, torch.ones(2, 1, 1, 1))
@@ -265,7 +265,7 @@ def test_failure_ends_the_recording():
 
 
 def test_other_threads_are_not_explained():
-    """A plan in one thread leaves calls in others alone."""
+    """explain() in one thread does not affect calls in others."""
     args = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1)
     found = []
 
@@ -280,7 +280,7 @@ def test_other_threads_are_not_explained():
 
 
 def test_weakest_kernel_decides():
-    """A plan promises no more than its weakest kernel, and needs as much memory as its hungriest."""
+    """A plan's determinism is that of its weakest kernel, its workspace that of the kernel that needs the most."""
     kernel = lambda d, w: Kernel("k", ("out",), torch.float32, d, w)
     plan = Plan("x", "triton", (kernel(Determinism.BATCH_INVARIANT, 3), kernel(Determinism.RUN_TO_RUN, 7)))
     assert plan.determinism is Determinism.RUN_TO_RUN
@@ -290,7 +290,7 @@ def test_weakest_kernel_decides():
 
 @pytest.mark.not_for("sizes_from_data", "the lists of all rows follow each other; tests of points compare them")
 def test_every_determinism_claim(operator, target):
-    """Where a kernel claims run-to-run bits, or bits that the rest of the batch cannot change, it has them (others may differ)."""
+    """Kernels that claim run-to-run or batch-invariant results have them, bit for bit; no claim is tested the other way."""
     args = operator.make(**{**SIZES, "D": 7, "layout": "one_pixel"}, device=target.device)
     names = ["out", *(operator.arguments[i] for i in floats(args))]
     cts = cotangents([operator.call(target)(*args)])
@@ -318,7 +318,7 @@ def test_every_determinism_claim(operator, target):
 @pytest.mark.parametrize("size", ["few", "many"])
 @pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
 def test_what_ran_is_what_was_planned(operator, how, size, mode):
-    """The kernels that a profiler sees, by name and in order, are those of the plan; torch's own count apart."""
+    """The kernels that a profiler sees, by name and in order, are those of the plan; torch's own are left out."""
     sizes = SIZES if size == "few" else {**operator.cases.BENCH[operator.typical], "B": 1}
     args = leaves(operator.make(**sizes, device="cuda"))
     call, wanted = operator.call("triton"), [args[i] for i in floats(args)]
@@ -329,7 +329,7 @@ def test_what_ran_is_what_was_planned(operator, how, size, mode):
 
     with deterministic(mode):
         plan = sonde.explain(call, *args)
-        torch.compiler.reset()  # of one function many graphs are made here
+        torch.compiler.reset()  # this test compiles one function many times
         function = torch.compile(call, fullgraph=True) if how == "compiled" else call
         for _ in range(3):
             both(function)
@@ -346,7 +346,7 @@ def test_what_ran_is_what_was_planned(operator, how, size, mode):
     seen = sorted(
         (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
     )
-    names = [k.name.rpartition(": ")[2] for k in plan.kernels]  # of several operators' plans each says whose it is
+    names = [k.name.rpartition(": ")[2] for k in plan.kernels]  # plans of several operators prefix each name with its operator
     planned = [name for name in names if not name.startswith("torch.")]
     assert [e.name for e in seen if e.name in our_kernels()] == planned
 

@@ -1,4 +1,4 @@
-"""Arguments and tools that operators cannot serve get an answer in words, before anything is launched."""
+"""Arguments and tools that an operator cannot handle raise a clear error before anything is launched."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_layouts_that_are_not_dense(name):
 
 @EACH
 def test_zero_tensors_are_zeros(name):
-    """What torch's forward mode makes in place of a tangent of zeros has no memory."""
+    """Forward mode replaces a zero tangent by a tensor without memory; operators treat it as zeros."""
     call = CALLS[name]
     call.function(*call.args)
     for i, x in enumerate(call.args):
@@ -78,7 +78,7 @@ def test_script_says_what_to_use_instead(name):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in WAITS])
 def test_onnx_gets_plain_operations(name, monkeypatch):
-    """Our operators have no translation, so `auto` is the definition while torch exports to ONNX; a kernel by name is refused."""
+    """ONNX export cannot translate our operators, so `auto` uses the reference there; a kernel requested by name is refused."""
     call = CALLS[name]
     want = value_and_gradients(call, impl="reference")[0]
     call.function(*call.args)

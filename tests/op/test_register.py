@@ -139,7 +139,7 @@ def close(a, b):
 
 
 def test_several_outputs(x, gain):
-    """Every output arrives with its own dtype, the one without gradient outside the graph."""
+    """Every output has its own dtype, and the one without gradient is outside the graph."""
     y, norm, index = scaled(x.requires_grad_(), gain.requires_grad_())
     close((y, norm, index), scaled_reference(x, gain, 2))
     assert y.requires_grad
@@ -149,7 +149,7 @@ def test_several_outputs(x, gain):
 
 
 def test_gradients_reach_only_what_asks(x, gain):
-    """`needs` says which gradients to compute, and an absent optional tensor needs none."""
+    """`needs` says which gradients to compute; an absent optional tensor needs none."""
     ask = lambda a, g: torch.autograd.grad(scaled(a, g)[0].sum(), [t for t in (a, g) if t is not None and t.requires_grad])
     ask(x.clone().requires_grad_(), gain)
     ask(x, gain.clone().requires_grad_())
@@ -161,7 +161,7 @@ def test_gradients_reach_only_what_asks(x, gain):
 @pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("present", [True, False])
 def test_derivatives_of_each_output(x, gain, outputs, present):
-    """First and second derivatives, whichever outputs the loss uses (the others get zeros)."""
+    """First and second derivatives are right whichever outputs the loss uses (the others get zero gradients)."""
     inputs = (x.requires_grad_(), gain.requires_grad_()) if present else (x.requires_grad_(),)
     fn = lambda *a: tuple(scaled(*a)[i] for i in outputs)
     assert torch.autograd.gradcheck(fn, inputs)
@@ -169,7 +169,7 @@ def test_derivatives_of_each_output(x, gain, outputs, present):
 
 
 def test_determinism_travels_to_the_backward(x):
-    """The flag of the forward call decides, whenever the backward runs."""
+    """The backward pass uses the deterministic flag of its forward call, whenever it runs."""
     torch.use_deterministic_algorithms(True)
     y = scaled(x.requires_grad_())[0].sum()
     torch.use_deterministic_algorithms(False)
@@ -205,7 +205,7 @@ def test_vmap_folds(x, gain):
 
 
 def test_vmap_leaves_alone_what_has_no_batch(x):
-    """A tensor that all rows share reaches the kernels as it is, forwards and backwards, and is not mapped."""
+    """A tensor shared by all rows reaches the kernels unchanged, forward and backward: it is not expanded."""
     offset, many = torch.arange(5.0, dtype=torch.float64), torch.stack([x, x + 1])
     shifted = lambda a, o: _shifted(a, o, (2, 3), impl="numba")
     close(torch.vmap(shifted, (0, None))(many, offset), 6 * many + offset)
@@ -218,7 +218,7 @@ def test_vmap_leaves_alone_what_has_no_batch(x):
 
 
 def test_lists_of_numbers(x):
-    """They are part of what is checked once, and travel to the backward pass and into graphs."""
+    """Lists of numbers are checked once with the rest, and reach the backward pass and traced graphs."""
     offset = torch.zeros(5, dtype=torch.float64)
     for scales in ((2, 3), (2, 4), [2, 5]):
         (grad,) = torch.autograd.grad(_shifted(x.requires_grad_(), offset, scales, impl="numba").sum(), x)
@@ -244,7 +244,7 @@ def test_vmap_of_grad_and_grad_of_vmap(x, gain):
 
 
 def test_jvp_and_hessian(x, gain):
-    """Forward mode and mixed modes go through the reference."""
+    """Forward mode and forward-over-reverse use the reference."""
     tangent = torch.randn_like(x)
     close(
         torch.func.jvp(lambda a: scaled(a, gain)[:2], (x,), (tangent,)),
@@ -258,7 +258,7 @@ def test_jvp_and_hessian(x, gain):
 
 @pytest.mark.parametrize("present", [True, False])
 def test_opcheck(x, gain, present):
-    """Both registered operators, with and without the optional tensor, also where inputs require gradients."""
+    """Both registered operators pass opcheck, with and without the optional tensor and where inputs require gradients."""
     g = gain if present else None
     y, norm, _ = scaled(x, g)
     leaf = x.clone().requires_grad_()
@@ -294,7 +294,7 @@ def test_compile_and_export(x, gain, present):
 
 
 def test_smallest_operator(x):
-    """One input, one output: a schema has no tuple of one, yet everything holds."""
+    """One input and one output work, although a schema has no tuple of one result."""
     one = lambda a: _one(a, impl="numba")
     assert torch.autograd.gradcheck(one, x.requires_grad_())
     assert torch.autograd.gradgradcheck(one, x)
@@ -315,7 +315,7 @@ def test_errors_of_kernels_surface(x, monkeypatch):
 
 
 def test_backward_that_yields_too_little_is_an_error(x, monkeypatch):
-    """A launcher that forgets a gradient is a bug, and says so instead of leaving memory unwritten."""
+    """A launcher that forgets a gradient raises an error instead of returning uninitialized memory."""
     monkeypatch.setattr(sys.modules["zz_one.cpu"], "backward", lambda grad, x, *, needs, deterministic: [])
     y = _one(x.requires_grad_(), impl="numba")
     with pytest.raises(Exception):  # noqa: B017, PT011 (whichever the dispatcher makes of it)
@@ -323,7 +323,7 @@ def test_backward_that_yields_too_little_is_an_error(x, monkeypatch):
 
 
 def test_fake_checks_inside_graphs():
-    """Bad shapes are refused while tracing."""
+    """Bad shapes are refused during tracing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), pytest.raises(ValueError, match="zz_scaled: x must be"):
@@ -331,7 +331,7 @@ def test_fake_checks_inside_graphs():
 
 
 def test_results_are_tensors_of_their_own(x):
-    """No operator returns its input; in-place use of a result leaves inputs alone."""
+    """No operator returns its input, so in-place changes of a result leave inputs alone."""
     for out in (*scaled(x), _one(x, impl="numba")):
         assert isinstance(out, Tensor)
         assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
@@ -357,7 +357,7 @@ def test_errors_of_threads_are_raised(own, monkeypatch):
 
 
 def test_threads_keep_nothing_of_a_call(monkeypatch):
-    """A thread of the pool that is late for its share does not keep the operands alive."""
+    """A pool thread that has not started yet does not keep the operands alive."""
     cpu = pytest.importorskip("sonde.op.cpu")
     monkeypatch.setattr(cpu, "_openmp", None)
     torch.set_num_threads(2)
@@ -401,19 +401,19 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_guard_tells_kinds_apart(what):
-    """Whatever a decision may depend on; equal values are equal wherever they lie."""
+    """A guard checks everything that a prepared call may depend on, and accepts equal values that are other objects."""
     like, (i, other) = calls.guard_of(OF_A_KIND), OTHERS[what]
     assert like(OF_A_KIND)
     assert like([torch.ones_like(x) if isinstance(x, Tensor) else (1, 2) if x == (1, 2) else x for x in OF_A_KIND])
     assert not like([other if j == i else x for j, x in enumerate(OF_A_KIND)])
-    if i == 0:  # the same where there are tensors only
+    if i == 0:  # guards of tensors only are a separate case
         like = calls.guard_of(OF_A_KIND[:1])
         assert like(OF_A_KIND[:1])
         assert not like([other])
 
 
 def test_a_guard_takes_what_comes_twice():
-    """As points do that look for their own neighbours; then it must come twice again."""
+    """A guard prepared for one tensor passed twice, as in self-neighbour searches, requires the same tensor twice."""
     x, y = torch.zeros(2, 3), torch.zeros(2, 3)
     like = calls.guard_of([x, 1, x])
     assert like([y, 1, y])
@@ -422,7 +422,7 @@ def test_a_guard_takes_what_comes_twice():
 
 
 def test_a_guard_sees_who_watches():
-    """Modes, transforms and traces leave something in the state of a thread that it looks at."""
+    """A guard fails under dispatch modes, transforms and traces, which all leave a mark in the thread's state."""
     like, seen = calls.guard_of(OF_A_KIND), []
 
     def look(x):
@@ -444,7 +444,7 @@ def test_a_guard_sees_who_watches():
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_pass_runs_on_its_tensors_device(current, monkeypatch):
-    """Where there are several, the other one is made current for the time being; the right one is left alone."""
+    """With several devices the tensors' device is made current during a pass, unless it is current already."""
     entered = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -456,7 +456,7 @@ def test_a_pass_runs_on_its_tensors_device(current, monkeypatch):
 
 
 def test_nothing_is_filled_that_kernels_will_write():
-    """In the deterministic mode torch fills what is allocated; a pass does without, and leaves the setting as it was."""
+    """A pass turns off torch's filling of uninitialized memory (deterministic mode) and restores the setting afterwards."""
     filled = torch.utils.deterministic
 
     def run(fails):
@@ -473,7 +473,7 @@ def test_nothing_is_filled_that_kernels_will_write():
 
 
 def test_the_last_thread_puts_the_setting_back():
-    """One begins while another is at work and ends after it."""
+    """With overlapping passes in two threads, the one that ends last restores the setting."""
     filled, both = torch.utils.deterministic, threading.Barrier(2, timeout=60)
     seen = []
 

@@ -1,4 +1,4 @@
-"""What operators leave of the tensors they are given and of the settings they are called under, and what their results can do."""
+"""Operators leave their arguments usable, ignore process-wide defaults, and return ordinary tensors."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ EACH = pytest.mark.parametrize("name", CALLS)
 
 @EACH
 def test_arguments_can_still_be_resized(name):
-    """FSDP frees a parameter's memory by resizing its storage, right after the call that read it."""
+    """FSDP frees a parameter's memory by resizing its storage right after the call that read it, so no call may keep it."""
     call = CALLS[name]
     args = call.leaves()
     out = call.function(*args)
@@ -32,7 +32,7 @@ def test_arguments_can_still_be_resized(name):
 
 
 def test_training_step_of_a_sharded_model(tmp_path):
-    """fully_shard frees what was gathered after forward and after backward: operators must not hold on to it."""
+    """fully_shard frees gathered parameters after forward and after backward; operators must not keep references to them."""
     script, root = Path(__file__).with_name("fsdp_step.py"), Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -49,7 +49,7 @@ def test_training_step_of_a_sharded_model(tmp_path):
 @pytest.mark.parametrize("how", ["with meta", "default meta", "default dtype"])
 @pytest.mark.parametrize("impl", ["numba", "reference", "triton"])
 def test_defaults_of_the_process_change_nothing(name, how, impl):
-    """Tensors that an operator makes for itself are on its arguments' device, whatever torch's defaults are."""
+    """Tensors that an operator creates are on its arguments' device, whatever torch's defaults are."""
     if impl != "reference":
         pytest.importorskip(impl)
     device = Target(impl).device
@@ -72,7 +72,7 @@ def test_defaults_of_the_process_change_nothing(name, how, impl):
         torch.set_default_dtype(before)
     for x, y in zip(got, want):
         assert x.device.type == device
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 * (device == "cuda"))  # gradients that GPUs add in any order
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 * (device == "cuda"))  # atomics on GPUs add in any order
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -110,7 +110,7 @@ for call in calls * 3:
 
 
 def test_memory_that_runs_out():
-    """A call that the system cannot serve raises, keeps nothing, and the next one is right."""
+    """If memory runs out, the call raises and keeps nothing, and the next call is right."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("asks Linux how much memory a process has")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Private names of torch: all in one file, and none of them is needed for a result."""
+"""Private names of torch: all are in one file, and results need none of them."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ MOST_NEEDED = [
     "_functorch.autograd_function.enable_single_level_autograd_function",
     "Tensor._is_zerotensor",
 ]
-REFUSED = {  # where nothing serves in its place: the part of `without_names` that is refused, by this name
+REFUSED = {  # features that have no substitute, by private name: the part of `without_names` that is refused
     "_functorch.autograd_function.enable_single_level_autograd_function": "compiled",
     "_C._functorch.peek_interpreter_stack": "functionalize",
     "_C._functorch.maybe_get_level": "mapped_index",
@@ -37,7 +37,7 @@ def test_this_torch_has_them_all():
 
 @pytest.mark.parametrize("names", [MOST_NEEDED, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["most needed", "all"])
 def test_results_have_the_same_bits_without_a_name(names):
-    """Values, gradients, transforms, traces and indices of points; or a refusal that names it."""
+    """Values, gradients, transforms, traces and point indices keep their bits, or are refused with an error that has the name."""
     pytest.importorskip("numba")
     env = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{HERE.parent}", "OMP_NUM_THREADS": "1"}
     env.pop("TRITON_INTERPRET", None)
@@ -63,7 +63,7 @@ OURS = {"self", "cls"}
 
 
 def _private_attributes(file: Path) -> set[str]:
-    """Attributes of other objects than its own that tensors, storages and functions of torch have, and that are private."""
+    """Private attributes that the file reads from tensors, storages and torch functions, rather than from its own objects."""
     owners = (torch.Tensor, torch.UntypedStorage, torch.autograd.Function, torch.autograd.forward_ad)
     theirs = {name for owner in owners for name in dir(owner) if name.startswith("_") and not name.startswith("__")}
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
@@ -80,9 +80,9 @@ def test_no_other_file_names_them():
 
 
 def test_every_name_goes_through_find():
-    """So that the test above hides it, and nothing fails where it is not there."""
+    """Otherwise the test above could not hide a name, and the file could fail where torch lacks it."""
     file = SOURCES / "sonde/op/torch_private.py"
     code = re.sub(r'""".*?"""|"[^"]*"', "", file.read_text(), flags=re.DOTALL)
-    assert set(PRIVATE.findall(code)) == {"forward_ad._current_level"}  # a number that changes, and is read where it is known
-    assert _private_attributes(file) == {"_cdata", "_current_level", "_version"}  # of one object each, likewise
+    assert set(PRIVATE.findall(code)) == {"forward_ad._current_level"}  # a changing number, read where its existence is known
+    assert _private_attributes(file) == {"_cdata", "_current_level", "_version"}  # attributes of single objects, read the same way
     assert {"UntypedStorage._cdata", "autograd.forward_ad._current_level", "Tensor._version"} <= set(NAMES)

@@ -1,6 +1,6 @@
-"""Calls of every operator where torch lacks one of the private names that we use; run by `test_torch_private.py`.
+"""Call every operator while torch lacks one of the private names that we use; run by `test_torch_private.py`.
 
-A child for each name hides it before the package is imported, and prints what it found: a digest for each part, or the error.
+One child process per name hides it before importing the package and prints its findings: a digest per part, or the error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-import torch  # in the parent, so that no child has to
+import torch  # imported in the parent, so that children need not
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,7 +24,7 @@ NAMES = re.findall(r'_find\(\s*"([^"]+)"', SOURCE) + [f"_subclasses.fake_tensor.
 
 
 def import_without(*names: str) -> list[str]:
-    """Import the package where torch seems to lack these names; what it says is missing."""
+    """Import the package while torch seems to lack these names; return the names that it reports as missing."""
     real = operator.attrgetter
 
     def attrgetter(path: str):
@@ -41,7 +41,7 @@ def import_without(*names: str) -> list[str]:
 
 
 def values():
-    """Values and gradients, cold and warm."""
+    """Values and gradients, with cold and warm caches."""
     from op.calls import CALLS, value_and_gradients
 
     for call in CALLS.values():
@@ -63,7 +63,7 @@ def observers():
 
 
 def zeros():
-    """Tensors of zeros without memory, as forward mode makes them, after warm calls of the same kind."""
+    """Zero tensors without memory, as forward mode makes them, after warm calls with the same shapes."""
     from op.calls import CALLS
 
     for call in CALLS.values():
@@ -93,7 +93,7 @@ def grad():
 
 
 def second():
-    """A derivative of a derivative."""
+    """A second derivative."""
     from op.calls import CALLS
 
     call = CALLS["sample_sum"]
@@ -129,7 +129,7 @@ def functionalize():
 
 
 def index():
-    """An index of points: under vmap, under grad, and one whose points were written since."""
+    """A point index: under vmap, under grad, and after its points were overwritten."""
     import sonde
 
     points, queries = torch.linspace(0, 1, 270).sin().reshape(90, 3).clone(), torch.linspace(0, 1, 27).cos().reshape(9, 3)
@@ -151,7 +151,7 @@ def mapped_index():
 
 
 def compiled():
-    """torch.func inside of torch.compile."""
+    """torch.func inside torch.compile."""
     from op.calls import CALLS
 
     call = CALLS["sample_sum"]
