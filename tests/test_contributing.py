@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md is true: its steps, followed with the template in a copy of the project, give an operator that tests know."""
+"""CONTRIBUTING.md's steps work: followed with the template in a copy of the project, they give an operator that the tests pick
+up."""
 
 import os
 import shutil
@@ -22,7 +23,7 @@ def edited(file: Path, before: str, after: str) -> None:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """The project, with the template as an operator: a folder, a line of its family, an entry of the table."""
+    """A copy of the project with the template as an operator: its folder, a line in the family, an entry in the table."""
     for name in ("src", "tests", "examples", "template", "pyproject.toml"):
         there = ROOT / name
         (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
@@ -40,7 +41,7 @@ def run(copy: Path, *argv: str) -> subprocess.CompletedProcess:
 
 
 def test_three_places_make_an_operator(copy):
-    """The contract, plans, the table's own tests and the doctest pass, on Numba and in the interpreter; commands know it."""
+    """The contract, plans, table and doctest tests pass, on Numba and in the interpreter; the commands list the operator."""
     pytest.importorskip("triton")
     pytest.importorskip("numba")
     contract = ["tests/test_contract.py", "tests/op/test_plan.py", "tests/test_operators.py", "tests/test_house.py"]
@@ -53,7 +54,7 @@ def test_three_places_make_an_operator(copy):
 
 
 def test_a_mistake_in_the_template_is_found(copy):
-    """The contract is no formality: one wrong sign in the kernel of a newcomer is red."""
+    """The contract catches a mistake: one wrong sign in the new operator's kernel fails it."""
     pytest.importorskip("numba")
     edited(copy / "src/sonde/grid/weighted_sum/cpu.py", "d_rows[b, q, c] = weights[b, q] *", "d_rows[b, q, c] = -weights[b, q] *")
     select = ["-k", "weighted_sum and numba and values_and_gradients and float32"]

@@ -1,4 +1,4 @@
-"""The examples run, eagerly and as one graph, and find no difference to plain PyTorch."""
+"""The examples run, eagerly and as one graph, and match plain PyTorch."""
 
 import re
 from importlib import import_module
@@ -14,7 +14,7 @@ SMALL = {
 @pytest.mark.parametrize("example", SMALL)
 @pytest.mark.parametrize("compiled", [[], ["--compile", "eager"]], ids=["eagerly", "one graph"])
 def test_example(example, compiled, capsys):
-    """Traced whole, but not lowered: Inductor takes a minute, and the tests of the layers have their gradients' graphs."""
+    """Traced but not lowered, since Inductor takes a minute; the layers' tests cover the graphs of gradients."""
     import_module(example).main([*SMALL[example], "--repeats", "1", "--device", "cpu", *compiled])
     said = capsys.readouterr().out
     assert said.splitlines()[0].endswith(", cpu, one graph by eager" if compiled else ", cpu, eagerly")
@@ -37,7 +37,7 @@ def test_knn_projector(how, capsys):
 
 
 def epipolar(capsys, *options: str) -> tuple[list[float], list[tuple[int, int, int]]]:
-    """The losses and the difference to eager PyTorch; and how much attention is right, in percent, as training goes on."""
+    """The losses and the difference from eager PyTorch, and the percentages of correct attention as training goes on."""
     import_module("epipolar").main([*options, "--repeats", "1"])
     said = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"^  (?:sonde|eager PyTorch) +([\d.]+) +[\d.]+ +[\d.]+$", said, re.MULTILINE)]
@@ -48,7 +48,7 @@ def epipolar(capsys, *options: str) -> tuple[list[float], list[tuple[int, int, i
 
 
 def test_epipolar(capsys, tmp_path):
-    """It agrees with plain PyTorch, trains, and draws what it has learnt."""
+    """It agrees with plain PyTorch, trains, and draws what it learned."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "matcher.svg"
     small = ["--height", "12", "--width", "16", "--samples", "8", "--channels", "8", "--steps", "5", "--picture", str(picture)]
@@ -61,7 +61,8 @@ def test_epipolar(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_epipolar_learns_depth(capsys):
-    """At the true depth are the peaks of most pixels, and most of the attention, which was spread evenly at first."""
+    """After training the peaks of most pixels, and most of the attention, are at the true depth; before, attention was spread
+    evenly."""
     _, learnt = epipolar(capsys, "--steps", "100")
     (_, first, chance), (peaks, last, _) = learnt[0], learnt[-1]
     assert first < 2 * chance
@@ -70,7 +71,7 @@ def test_epipolar_learns_depth(capsys):
 
 
 def test_external_kernels(capsys):
-    """An operator makes one graph of several, and its own gradient is the reference's."""
+    """Wrapping a library's kernel as an operator turns several graphs into one, and its own gradient matches the reference's."""
     pytest.importorskip("scipy")
     import_module("external_kernels").main(["--points", "200", "--queries", "100", "--repeats", "1", "--device", "cpu"])
     said = capsys.readouterr().out

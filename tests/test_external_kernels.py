@@ -1,4 +1,5 @@
-"""Kernels of other libraries as operators: ``examples/own_kernels`` keep the contract and agree with ours where there are such."""
+"""Other libraries' kernels as operators: ``examples/own_kernels`` keep the contract and agree with ours where we have the
+operator."""
 
 from __future__ import annotations
 
@@ -69,12 +70,12 @@ def test_cupy():
     queries, points = randn(5000, 3), randn(3000, 3)
     distances, indices = nearest(queries, points, 7)
     ours = sonde.knn(queries, points, 7)
-    assert (indices == ours.indices).float().mean() > 0.9999  # nearly equal distances may be fused differently
+    assert (indices == ours.indices).float().mean() > 0.9999  # near ties: fused multiply-adds may differ
     torch.testing.assert_close(distances, ours.distances)
 
 
 def test_warp():
-    """Values and gradients as ours, which the tutorial's adjoint does not give."""
+    """Values and gradients match ours; the adjoint in the tutorial does not give the right ones."""
     pytest.importorskip("warp")
     op = import_module("own_kernels.warp_radius").radius_aggregate
     cases = {
@@ -138,7 +139,7 @@ def cuml(monkeypatch):
 
 
 def test_cuml_by_a_stand_in(cuml):
-    """The file is written against cuML's documented interface; nobody has run it with cuML itself."""
+    """The example follows cuML's documented interface and has never run with cuML itself, so it is tested with a stand-in."""
     queries, points = randn(5, 3, device="cpu"), randn(17, 3, device="cpu")
     distances, indices = import_module("own_kernels.cuml_nearest").nearest(queries, points, 4)
     want = sonde.knn(queries, points, 4)
@@ -148,7 +149,7 @@ def test_cuml_by_a_stand_in(cuml):
 
 @pytest.mark.slow
 def test_the_stand_in_has_the_signatures_of_cuml(cuml, tmp_path):
-    """Read from the sources in its wheel, of the version that the example names."""
+    """Signatures are read from the sources in cuML's wheel, in the version the example names."""
     wheel = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path)]
     platform = ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.12"]
     done = subprocess.run([*wheel, *platform, "cuml-cu12==26.10.*"], capture_output=True, text=True)
@@ -164,7 +165,7 @@ def test_the_stand_in_has_the_signatures_of_cuml(cuml, tmp_path):
 
 
 def parameters(source: str, function: str) -> list[str]:
-    """Names and defaults of a function in Cython's sources."""
+    """Names and defaults of a function's parameters in Cython source."""
     text = source[source.index(f"def {function}(") + len(f"def {function}(") :]
     depth, end = 1, 0
     while depth:

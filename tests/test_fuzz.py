@@ -1,4 +1,4 @@
-"""Random calls, a few in every run; ``-m slow`` runs as many as ``SONDE_FUZZ_CALLS`` says, from ``SONDE_FUZZ_SEED`` on."""
+"""A few random calls in every run; ``-m slow`` runs ``SONDE_FUZZ_CALLS`` of them, starting at ``SONDE_FUZZ_SEED``."""
 
 import os
 
@@ -30,7 +30,7 @@ def _scaled(phase: str, out):
 
 
 def test_a_wrong_result_is_found(monkeypatch, numba_target):
-    """The fuzzer itself can fail."""
+    """The fuzzer reports a wrong result."""
     around(monkeypatch, OPERATORS["sample_sum"].kernels("numba"), lambda phase, run, *args, **_: _scaled(phase, run(*args)))
     made = (case(seed, numba_target, OPERATORS["sample_sum"]) for seed in range(50))
     one = next(one for one in made if not one.wrong and one.args[0].dtype == torch.float32 and all(x.numel() for x in one.args))

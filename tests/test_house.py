@@ -1,7 +1,7 @@
-"""How the house is built: who may import whom, read from the sources, functions included.
+"""Layering rules: which part may import which, checked in the sources, imports inside functions included.
 
 ``op`` and ``jit`` know no family, families do not know each other, an engine (a folder of a family whose name begins with ``_``)
-knows no operator, and an operator no other. What follows is that each can be read alone.
+knows no operator, and an operator knows no other. So each can be read alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Import(NamedTuple):
     file: str  # below src/sonde
     line: int
     target: str  # a module
-    lazy: bool  # in a function
+    lazy: bool  # inside a function
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} imports {self.target}"
 
 
 def imports(file: Path) -> list[Import]:
-    """Every module of sonde that a file imports, at once or later."""
+    """Every sonde module that a file imports, at the top or lazily."""
     tree, name = ast.parse(file.read_text(encoding="utf-8")), file.relative_to(SONDE).as_posix()
     package = file.relative_to(ROOT).parent.parts
     inside = {
@@ -58,7 +58,7 @@ ALL = [found for file in sorted(SONDE.rglob("*.py")) for found in imports(file)]
 
 
 def place(x: str) -> tuple[str, str]:
-    """Family or layer, and the folder in it: of a file below src/sonde, or of a module."""
+    """(family or layer, its subfolder) of a file below src/sonde or of a module."""
     parts = x.removesuffix(".py").split("/") if "/" in x or x.endswith(".py") else x.split(".")[1:]
     return (parts[0] if parts else "", parts[1] if len(parts) > 1 and (SONDE / parts[0] / parts[1]).is_dir() else "")
 
@@ -68,7 +68,7 @@ def is_engine(folder: str) -> bool:
 
 
 def op_and_jit_know_no_family(found: Import) -> bool:
-    """Nor what is built on families; the table of operators only when a release is built, not when they are imported."""
+    """They know neither families nor what is built on them; only building a release imports the table of operators, lazily."""
     (here, _), (there, _) = place(found.file), place(found.target)
     return here in ("op", "jit") and (
         there in (*FAMILIES, "cli", "compat", "nn", "testing") or (there == "operators" and not found.lazy)
@@ -101,7 +101,7 @@ def only_the_command_line_knows_commands(found: Import) -> bool:
 
 
 def what_users_build_on_knows_no_family(found: Import) -> bool:
-    """``sonde.testing`` and ``sonde.memory`` serve operators of any kind; nothing of ours needs them."""
+    """``sonde.testing`` and ``sonde.memory`` work for any operator: they import none of ours, and nothing of ours imports them."""
     (here, _), (there, _) = place(found.file), place(found.target)
     mine = ("testing", "memory")
     return (here in mine and there not in ("", "op", "jit", *mine)) or (there in mine and here not in (*mine, "_public"))
@@ -149,7 +149,7 @@ def test_rules_can_be_broken(broken, file, target):
 
 
 def test_imports_are_found():
-    """Relative and absolute ones, of modules and of names, at the top and in functions."""
+    """Finds relative and absolute imports, of modules and of names, at the top and in functions."""
     assert {"grid", "points"} <= set(FAMILIES)
     assert len(ALL) > 300
     there = {(x.file, x.target, x.lazy) for x in ALL}

@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src"
 
 
 def python(code: str, **env: str) -> str:
-    """The output of `code` in a fresh interpreter that finds sonde and nothing of this process."""
+    """The output of `code` in a fresh interpreter that finds sonde but inherits nothing else from this process."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -29,14 +29,14 @@ def python(code: str, **env: str) -> str:
 
 
 OURS = "import sys, torch; before = set(sys.modules); import sonde, json; print(json.dumps(sorted(set(sys.modules) - before)))"
-STANDARD = {"decimal", "fractions", "numbers", "statistics", "sqlite3", "json"}  # of Python's own, small ones
+STANDARD = {"decimal", "fractions", "numbers", "statistics", "sqlite3", "json"}  # small modules of the standard library
 
 
 def test_import_is_cheap():
-    """In processor time, of which other work on the machine takes none: at most 0.15 of what torch takes.
+    """Importing sonde takes at most 0.15 of torch's import, in processor time, which other work on the machine does not affect.
 
-    It is 0.05. Numba would add 0.2, SymPy 0.3, torch's compiler 0.7; the next test names those that take less. Without the garbage
-    collector: one walk over all that torch has made takes as long as our import, and falls into it or not by chance.
+    It takes 0.05. Numba would add 0.2, SymPy 0.3, torch's compiler 0.7; the next test names modules that cost less. The garbage
+    collector is off: one pass over torch's objects takes as long as our import, and may or may not fall into it.
     """
     code = (
         "import gc, time; start = time.process_time(); import torch; middle = time.process_time(); gc.disable(); import sonde; "
@@ -46,7 +46,7 @@ def test_import_is_cheap():
 
 
 def test_import_loads_no_compiler():
-    """Beyond torch nothing but our own modules and a few small ones of Python's: no compiler, nothing for the terminal."""
+    """Beyond torch only our own modules and a few small ones of the standard library: no compiler, no terminal library."""
     loaded = json.loads(python(OURS))
     heavy = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx.experimental", "torch.distributed", "torch.onnx")
     assert not [name for name in loaded if name.startswith(heavy)]
@@ -91,7 +91,7 @@ for impl in sorted(hidden):
 
 @pytest.mark.parametrize("missing", [{"numba"}, {"triton"}, {"numba", "triton"}], ids=lambda m: "+".join(sorted(m)))
 def test_works_without(missing):
-    """The package imports and computes without either library; `auto` falls to the reference, explicit requests say why not."""
+    """Without either library the package imports and computes: `auto` uses the reference, explicit requests say what is missing."""
     impl, *refusals = python(BLOCKED.format(missing=missing)).splitlines()
     pytest.importorskip("numba") if "numba" not in missing else None
     assert impl == ("reference" if "numba" in missing else "numba")
@@ -102,7 +102,7 @@ def test_works_without(missing):
 
 
 def test_other_libraries_names_need_no_import():
-    """As the README writes them, and nothing of theirs is loaded before."""
+    """sonde.compat's modules load on first access, as the README writes them, and none is loaded before."""
     code = (
         "import sys, sonde; print([m for m in sys.modules if m.startswith('sonde.compat.')]); "
         "print(sonde.compat.torch.grid_sample.__name__, hasattr(sonde.compat, 'jax'))"
@@ -111,7 +111,7 @@ def test_other_libraries_names_need_no_import():
 
 
 def test_kernels_load_on_first_use():
-    """The first call that needs numba loads it, and nothing of triton."""
+    """The first call that needs Numba imports it, and does not import Triton."""
     pytest.importorskip("numba")
     code = (
         "import sys, torch, sonde; a = torch.ones(1, 2, 3, 3), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1); "
@@ -127,7 +127,7 @@ PUBLIC = ("", ".compat", ".compat.fused_grid_ops", ".compat.mmcv", ".compat.phys
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_dir_shows_the_public_names_and_no_others(name):
-    """Imported helpers do not show; whatever shows exists and, unless it is a constant or a module, says what it is."""
+    """dir() shows exactly the public names; each exists and has a docstring, unless it is a constant."""
     module = import_module(f"sonde{name}")
     shown = {x for x in dir(module) if not x.startswith("_")}
     assert shown == set(module.__all__)

@@ -1,6 +1,6 @@
-"""``sonde.memory.share_pool``: by stand-ins for CuPy and RMM on any machine, with CuPy itself on a GPU.
+"""``sonde.memory.share_pool``: with stand-ins for CuPy and RMM on any machine, with CuPy itself on a GPU.
 
-Where RMM is not installed its part is tested by a stand-in, with the interface that ``rmm.mr`` documents (26.10).
+Where RMM is not installed, a stand-in with the interface that ``rmm.mr`` documents (26.10) takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sonde import memory
 
 
 class Blocks:
-    """Counts what torch's pool would be asked for."""
+    """Stands in for torch's pool and records allocations and frees."""
 
     def __init__(self):
         self.held: dict[int, tuple[int, int, int]] = {}
@@ -43,7 +43,7 @@ def blocks(monkeypatch):
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """CuPy's interface of allocators: one object has the functions, its ``malloc`` is what is set."""
+    """A stand-in for CuPy's allocator interface: an object holds both functions, and its ``malloc`` is set as the allocator."""
     state = SimpleNamespace(allocator="its own", stream=7)
 
     class PythonFunctionAllocator:
@@ -65,7 +65,7 @@ def cupy(monkeypatch):
 
 @pytest.fixture
 def rmm(monkeypatch):
-    """RMM's: a resource of two functions, streams by CUDA's protocol."""
+    """A stand-in for RMM's: a resource of two functions, with streams passed by CUDA's protocol."""
     state = SimpleNamespace(resource="its own")
 
     class CallbackMemoryResource:
@@ -89,7 +89,7 @@ def test_cupy_allocates_from_the_pool_until_the_end_of_the_block(cupy, blocks):
         assert "allocates from the pool of torch" in repr(pool)
     assert cupy.allocator == "its own"
     cupy.stream = 9
-    cupy.made.free(address)  # arrays may live longer
+    cupy.made.free(address)  # arrays may outlive the setting
     assert blocks.freed == [(address, 9)]
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_shared_is_refused(monkeypatch, cupy):
 
 
 def test_blocks_wait_for_the_streams_that_use_them(monkeypatch):
-    """Streams are told of a block only where they are not the one that it was made for."""
+    """A stream is recorded on a block only if it is not the one the block was allocated for."""
     entered, recorded, now = [], [], SimpleNamespace(stream=0)
     monkeypatch.setattr(memory, "current_stream", lambda device: now.stream)
     monkeypatch.setattr(memory, "_stream", lambda address, device: address)
@@ -148,7 +148,7 @@ def test_blocks_wait_for_the_streams_that_use_them(monkeypatch):
 
 @pytest.mark.gpu
 def test_both_libraries_have_one_pool():
-    """What CuPy has is counted by torch, and torch gets what CuPy has freed."""
+    """torch counts CuPy's memory and reuses what CuPy has freed."""
     cupy = pytest.importorskip("cupy")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -165,7 +165,8 @@ def test_both_libraries_have_one_pool():
 @pytest.mark.gpu
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
-    """CuPy frees an array that a late kernel on torch's stream still reads. Were the pool not told, the next would overwrite it."""
+    """CuPy frees an array that a late kernel on torch's stream still reads; unless the pool knows, the next allocation would
+    overwrite it."""
     cupy = pytest.importorskip("cupy")
     if not told:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
@@ -189,7 +190,7 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
 
 @pytest.mark.gpu
 def test_rmm_itself():
-    """Its buffers are counted by torch, and torch gets what they leave."""
+    """torch counts RMM's buffers and reuses what they free."""
     rmm = pytest.importorskip("rmm")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -205,7 +206,7 @@ def test_rmm_itself():
 @pytest.mark.gpu
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, told):
-    """As with CuPy: a late kernel on torch's stream reads what RMM has freed on its own."""
+    """As with CuPy: a late kernel on torch's stream reads what RMM has freed on its own stream."""
     rmm = pytest.importorskip("rmm")
     if not told:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)

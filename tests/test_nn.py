@@ -1,4 +1,4 @@
-"""Layers: the state dicts of the originals, and the results and gradients of their twins in plain PyTorch."""
+"""Layers: the original layers' state dicts, and the results and gradients of twins in plain PyTorch."""
 
 import math
 
@@ -15,13 +15,13 @@ from helpers.refusals import assert_refused
 from sonde.compat import sparsedrive
 from sonde.nn import deformable_attention, sparse_boxes
 
-CALLED_IN = {"ms_deform_attn": deformable_attention, "deformable_aggregation": sparse_boxes}  # which module calls the operator
+CALLED_IN = {"ms_deform_attn": deformable_attention, "deformable_aggregation": sparse_boxes}  # the module that calls the operator
 LEVELS = [(6, 9), (3, 5), (2, 2)]
 S = sum(h * w for h, w in LEVELS)
 
 
 def filled(layer: nn.Module) -> nn.Module:
-    """Parameters that hide nothing: no zeros, no equal weights."""
+    """Fills parameters with random values, so that no zeros or equal weights hide a mistake."""
     torch.manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -33,7 +33,7 @@ def leaf(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def assert_same(layer: nn.Module, twin: nn.Module, inputs: list[Tensor], call, call_twin=None) -> None:
-    """One state dict serves both; results and the gradients of all inputs and parameters agree."""
+    """The twin loads the layer's state dict; results and the gradients of all inputs and parameters agree."""
     twin.load_state_dict(layer.state_dict(), strict=True)
     found = []
     for module, run in ((layer, call), (twin, call_twin or call)):
@@ -77,7 +77,7 @@ def attention(layer=sonde.nn.MSDeformAttn, **options):
 
 
 def test_state_dict_of_deformable_detr():
-    """The names and shapes of Deformable-DETR's own, at its own sizes."""
+    """Names and shapes match Deformable-DETR's own, at its own sizes."""
     shapes = {name: tuple(x.shape) for name, x in sonde.nn.MSDeformAttn().state_dict().items()}
     assert shapes == {
         "sampling_offsets.weight": (256, 256),
@@ -92,7 +92,8 @@ def test_state_dict_of_deformable_detr():
 
 
 def test_initial_values_of_deformable_detr():
-    """Eight heads look in eight directions of a square, a pixel further with each point; the same seed gives the same weights."""
+    """The eight heads point in the eight directions of a square, one pixel further with each point; seeded weights match the
+    original's."""
     torch.manual_seed(7)
     layer = sonde.nn.MSDeformAttn(16, 3, 8, 4)
     bias = layer.sampling_offsets.bias.detach().view(8, 3, 4, 2)
@@ -128,7 +129,7 @@ def test_attention_equals_twin(coordinates, masked):
 
 
 def test_shapes_are_python_integers_or_tensors():
-    """The same bits, however the levels are given."""
+    """The same bits however the levels are given."""
     torch.manual_seed(0)
     layer, query, pixels = filled(attention()), leaf(1, 5, 16), leaf(1, S, 16)
     reference = torch.rand(1, 5, 3, 2, dtype=torch.float64)
@@ -140,7 +141,8 @@ def test_shapes_are_python_integers_or_tensors():
 
 
 def assert_one_graph(layer, make) -> None:
-    """Of the layer and its gradients, for any number of queries; `make` gives what goes in and what the gradients are of."""
+    """The layer and its gradients compile to one graph for any number of queries; `make` gives the arguments and what to
+    differentiate by."""
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for Q, stance in ((6, "default"), (9, "fail_on_recompile")):
         args, wanted = make(Q)
@@ -169,7 +171,7 @@ def test_attention_is_one_graph(tensors):
 @pytest.mark.parametrize("coordinates", [2, 4])
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 def test_coordinates_stay_float32(how, coordinates, monkeypatch):
-    """Half-precision coordinates would be pixels off."""
+    """Coordinates are not cast under autocast: in half precision they would be pixels off."""
     seen = spy(monkeypatch, "ms_deform_attn")
     layer, reference = attention(), torch.rand(1, 5, 3, coordinates)
     query, pixels = torch.randn(1, 5, 16), torch.randn(1, S, 16)
@@ -265,7 +267,7 @@ def test_attention_refuses_arguments(name):
 
 
 def test_reference_points_broadcast():
-    """RT-DETR has one box for all levels."""
+    """One reference box serves all levels, as in RT-DETR."""
     torch.manual_seed(0)
     layer, query, pixels = filled(attention()), leaf(2, 5, 16), leaf(2, S, 16)
     box = torch.rand(2, 5, 1, 4, dtype=torch.float64)
@@ -278,14 +280,14 @@ FIXED = [[0.0, 0.0, 0.0], [0.45, 0.0, 0.0], [0.0, -0.45, 0.1]]
 
 
 def boxes(count: int) -> Tensor:
-    """In front of the cameras of `cameras`, turned every way."""
+    """Boxes in front of the cameras of `cameras`, at any yaw."""
     place = torch.rand(2, count, 3, dtype=torch.float64) * torch.tensor([6.0, 4.0, 6.0]) - torch.tensor([3.0, 2.0, -3.0])
     size, yaw = 0.3 * torch.randn(2, count, 3), 2 * math.pi * torch.rand(2, count, 1)
     return torch.cat([place, size, yaw.sin(), yaw.cos(), torch.randn(2, count, 3)], -1).double().requires_grad_()
 
 
 def cameras(cams: int) -> dict[str, Tensor]:
-    """They look along z, side by side, at more than their images hold; the last looks back, where nothing is."""
+    """Cameras side by side that look along z, with some boxes outside their images; the last looks back and sees none."""
     projection = torch.eye(4, dtype=torch.float64).repeat(2, cams, 1, 1)
     projection[:, :, 0, 0] = projection[:, :, 1, 1] = 60
     projection[:, :, 0, 2], projection[:, :, 1, 2] = 32, 24
@@ -324,7 +326,7 @@ def scene(A: int = 12) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
 
 
 def test_state_dict_of_sparsedrive():
-    """The names and shapes of SparseDrive's own, at its own sizes."""
+    """Names and shapes match SparseDrive's own, at its own sizes."""
     points = dict(type="SparseBox3DKeyPointsGenerator", num_learnable_pts=6, fix_scale=[[0, 0, 0]] + 6 * [[0.45, 0, 0]])
     options = dict(attn_drop=0.15, use_deformable_func=True, residual_mode="cat", kps_generator=points)
     layer = sonde.nn.DeformableFeatureAggregation(256, 8, 4, 6, use_camera_embed=True, **options)
@@ -368,7 +370,7 @@ def test_aggregation_equals_twin(options):
     (instance, anchor, embed), maps, metas = scene()
 
     def call(layer):
-        torch.manual_seed(3)  # of the dropout
+        torch.manual_seed(3)  # for the dropout
         return layer(instance, anchor, embed, maps, metas)
 
     layer, twin = filled(aggregation(**options)), aggregation(plain.DeformableFeatureAggregation, **options).double()
@@ -382,7 +384,7 @@ def test_aggregation_equals_twin(options):
 
 
 def test_aggregation_without_image_sizes():
-    """Then the projection is to [0, 1] already."""
+    """Without image sizes the projection must map to [0, 1] already."""
     inputs, maps, metas = scene()
     scaled = metas["projection_mat"].clone()
     scaled[:, :, :2] /= metas["image_wh"][..., None]
@@ -391,7 +393,7 @@ def test_aggregation_without_image_sizes():
 
 
 def test_maps_are_formatted_once_for_many_layers():
-    """Maps, rows with tuples and rows with tensors give the same bits."""
+    """Maps, formatted rows with tuples and formatted rows with tensors give the same bits."""
     inputs, maps, metas = scene()
     layer = filled(aggregation())
     want = layer(*inputs, maps, metas)
@@ -400,7 +402,7 @@ def test_maps_are_formatted_once_for_many_layers():
 
 
 def test_a_generator_of_ones_own():
-    """Any module with `num_pts` that makes points of anchors and features."""
+    """Any module with `num_pts` that makes points from anchors and features can generate the key points."""
 
     class Polyline(nn.Module):
         num_pts = 4
@@ -418,7 +420,7 @@ def test_a_generator_of_ones_own():
 
 
 def test_aggregation_is_one_graph():
-    """From maps to the result."""
+    """From maps to the result in one graph."""
 
     def make(A):
         inputs, maps, metas = scene(A)
@@ -428,7 +430,7 @@ def test_aggregation_is_one_graph():
 
 
 def test_projection_stays_float32(monkeypatch):
-    """Autocast would multiply matrices in half precision, and cameras would see points pixels away."""
+    """The projection is not cast under autocast: half-precision products would move points by pixels."""
     seen = spy(monkeypatch, "deformable_aggregation")
     inputs, maps, metas = scene()
     inputs, maps, metas = [x.float() for x in inputs], [x.float() for x in maps], {k: x.float() for k, x in metas.items()}
@@ -502,7 +504,7 @@ def test_aggregation_of_no_such_options(name):
 
 
 def of_metas(**changes):
-    """Those of `scene` with some changed; None leaves one out."""
+    """The metas of `scene` with some changed; None leaves one out."""
     metas = {**scene()[2], **changes}
     return dict(metas={key: x for key, x in metas.items() if x is not None})
 
@@ -592,7 +594,7 @@ def test_points_of_a_generator_are_checked():
 
 
 def test_cameras_broadcast():
-    """One rig for the whole batch, one size for all cameras, also as integers; the last row of a projection is never read."""
+    """One rig for the whole batch, one size (also integers) for all cameras; the last row of a projection is never read."""
     inputs, maps, metas = scene()
     layer = filled(aggregation())
     want = layer(*inputs, maps, metas)
@@ -613,7 +615,7 @@ def test_layers_copy_nothing_from_the_host(tensors, monkeypatch):
     def on_meta(tree):
         return tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)
 
-    for name in ("ms_deform_attn", "deformable_aggregation"):  # operators have tests of their own
+    for name in ("ms_deform_attn", "deformable_aggregation"):  # the operators' own tests cover them
         monkeypatch.setattr(CALLED_IN[name], name, lambda x, shapes, starts, at, *_, **__: x.new_empty(*at.shape[:2], 16))
     levels = on_meta((torch.tensor(LEVELS), torch.tensor([0, 54, 69]))) if tensors else (LEVELS, None)
     query, reference, pixels = on_meta((leaf(2, 5, 16), leaf(2, 5, 3, 2), leaf(2, S, 16)))
@@ -650,7 +652,7 @@ def test_layers_never_wait_for_the_device(tensors):
 
 
 def spy(monkeypatch, name: str) -> list[tuple]:
-    """The arguments of every call of an operator by a layer."""
+    """Records the arguments of every operator call that a layer makes."""
     seen, real = [], getattr(CALLED_IN[name], name)
     monkeypatch.setattr(CALLED_IN[name], name, lambda *args, **options: seen.append(args) or real(*args, **options))
     return seen

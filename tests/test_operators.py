@@ -1,4 +1,4 @@
-"""The table of operators: every entry says the truth about its operator, and no family is loaded by reading it."""
+"""The table of operators: every entry is true of its operator, and reading the table imports no family."""
 
 import inspect
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.without_gradients, pytest.mark.asks("operator")]
 
 
 def test_every_folder_of_an_operator_is_in_the_table():
-    """But for the hash, which no user calls."""
+    """All but the hash, which users do not call."""
     folders = {p.parent.relative_to(SRC / "sonde") for p in (SRC / "sonde").rglob("api.py")}
     assert {str(f) for f in folders} - {"points/_search/hash"} == {
         f"{o.family}/{o.folder.replace('.', '/')}" for o in OPERATORS.values()
@@ -25,7 +25,7 @@ def test_every_folder_of_an_operator_is_in_the_table():
 
 
 def test_reading_it_loads_no_family():
-    """The table alone, without the package around it."""
+    """The table imports alone, without the package around it."""
     code = (
         "import importlib.util, sys; "
         f"spec = importlib.util.spec_from_file_location('table', {str(SRC / 'sonde' / 'operators.py')!r}); "
@@ -38,7 +38,7 @@ def test_reading_it_loads_no_family():
 
 @EACH
 def test_names(operator: Operator):
-    """Arguments that traits name exist; the image is the first."""
+    """Arguments named by traits exist, and the image is the first argument."""
     named = [operator.image, operator.samples, operator.align, *operator.searched, *operator.summed, *operator.queries]
     assert {name for name in named if name} <= set(operator.arguments)
     assert not operator.factors or operator.factors[0] in operator.arguments
@@ -51,7 +51,7 @@ def test_names(operator: Operator):
 
 @EACH
 def test_cases(operator: Operator):
-    """Those that tests ask every operator for, and those that traits name."""
+    """Each operator has the cases that tests ask of every operator and those its traits name."""
     assert set(EDGES) <= operator.cases.SMALL.keys()
     named = {*(operator.in_full or ()), *(operator.interpreted_cases or ()), *operator.vanishing}
     assert named <= operator.cases.SMALL.keys()
@@ -70,7 +70,7 @@ def test_cases(operator: Operator):
 
 @EACH
 def test_results(operator: Operator):
-    """As many as it says; the one with a gradient has one for every tensor, and no other result has any."""
+    """The number of results is as stated; the differentiable one has a gradient for every tensor, the others have none."""
     args = leaves(operator.make("odd_sizes"))
     plain, options = operator._parted
     out = operator.public(*args[:plain], **dict(zip(options, args[plain:])), impl="reference")
@@ -86,7 +86,7 @@ SLICED = [operator for operator in OPERATORS.values() if operator.queries and no
 
 @pytest.mark.parametrize("operator", SLICED, ids=str)
 def test_queries_do_not_see_each_other(operator: Operator):
-    """Without the last query, the result is the same without it."""
+    """Removing the last query leaves the other results unchanged."""
     args = operator.make("odd_sizes")
     few = [
         a.narrow(operator.queries[name], 0, a.shape[operator.queries[name]] - 1)

@@ -19,14 +19,14 @@ import pytest
 TARGETS = ["cuda-80", "cuda-89", "cuda-90", "cuda-100", "cuda-120", "hip-gfx942"]
 ROOT = Path(__file__).parents[1]
 
-FEW = 1000  # numbers tapped; the real case converts its images, the others read planes
-FULL = "cuda-90"  # elsewhere one or two cases of each operator stand for the rest, for time's sake
+FEW = 1000  # numbers read; the real case converts its images, the others read planes
+FULL = "cuda-90"  # the others compile one or two cases of each operator, to save time
 
 
 @pytest.mark.longest
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills(target):
-    """No kernel needs local memory, more shared memory than a block has, or something the architecture lacks."""
+    """No kernel uses local memory, more shared memory than a block has, or a feature the architecture lacks."""
     pytest.importorskip("triton")
     report = compile_for(target)
     missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
@@ -48,7 +48,7 @@ def compile_for(target: str) -> dict:
 
 
 def main(name: str) -> None:
-    os.nice(10)  # some of the tests beside have a clock
+    os.nice(10)  # tests running in parallel measure time
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         import torch
@@ -84,12 +84,12 @@ def main(name: str) -> None:
                         torch.autograd.grad(out, given, torch.empty_like(out))
         modules = [m for n, m in list(sys.modules.items()) if n.startswith("sonde.")]
         jitted = {v for m in modules for v in vars(m).values() if isinstance(v, triton.JITFunction)}
-        expected = sorted(k.__name__ for k in jitted if k.__name__.startswith("_"))  # what kernels call has no underscore
+        expected = sorted(k.__name__ for k in jitted if k.__name__.startswith("_"))  # helpers that kernels call have no underscore
         print(json.dumps(dict(expected=expected, kernels=[resources(*kernel, folder) for kernel in seen])))
 
 
 def passes(operator, args: tuple) -> None:
-    """Both passes on arguments of the schema, which the public function would read first."""
+    """Runs both passes on the registered operator's arguments, as the public function would prepare them."""
     from sonde.op.register import decide
 
     gpu = operator.kernels("triton")
@@ -99,7 +99,7 @@ def passes(operator, args: tuple) -> None:
 
 
 def told_by_tensors(args: tuple) -> tuple:
-    """The same levels, of which the host knows nothing."""
+    """The same levels as tensors that the host does not read."""
     import torch
 
     *others, levels, flag = args
@@ -108,7 +108,7 @@ def told_by_tensors(args: tuple) -> tuple:
 
 
 def watch(JITFunction) -> list[tuple]:
-    """Note every kernel that is compiled, with the constants that it is compiled for."""
+    """Records every compiled kernel with its constants."""
     real, seen = JITFunction.warmup, []
 
     def warmup(self, *args, **options):
@@ -123,7 +123,7 @@ def watch(JITFunction) -> list[tuple]:
 
 
 def resources(name: str, of: str, asm: dict, folder: str) -> dict:
-    """What a compiled kernel takes of registers, stack and local memory."""
+    """A compiled kernel's registers, stack and local memory."""
     import triton
 
     if "cubin" in asm:
@@ -133,7 +133,7 @@ def resources(name: str, of: str, asm: dict, folder: str) -> dict:
         out = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
         usage = " ".join(re.findall(r"REG:.*LOCAL:\d+ ", out))
         return dict(name=name, of=of, usage=usage, spills="STACK:0 " not in usage or "LOCAL:0 " not in usage)
-    # scalar registers that are kept in lanes of vector registers touch no memory and do not count
+    # scalar registers spilled to lanes of vector registers touch no memory and do not count
     found = re.findall(r"\.(vgpr_spill_count|private_segment_fixed_size): *(\d+)", asm["amdgcn"])
     return dict(name=name, of=of, usage=str(found), spills=not found or any(int(n) for _, n in found))
 

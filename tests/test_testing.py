@@ -1,4 +1,4 @@
-"""``sonde.testing.check_operator``: a right operator passes, and each mistake that a kernel can make is found and named."""
+"""``sonde.testing.check_operator``: a correct operator passes, and each kind of kernel mistake is found and named."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import sonde
 from sonde.testing import CHECKS, check_operator
 
 ROOT = Path(__file__).parents[1]
-FRAME = ("compile", "export")  # seconds each; checked where they are the point
+FRAME = ("compile", "export")  # seconds each, so run only in the tests about them
 number = count()
 
 
 def definition(x: Tensor, w: Tensor, gain: float) -> Tensor:
-    """Rows of `x` summed with weights."""
+    """The weighted sum of the rows of `x`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return ((x.to(wide) * w.to(wide)).sum(-1) * gain).to(x.dtype)
 
@@ -46,7 +46,7 @@ def gradients(grad: Tensor, x: Tensor, w: Tensor, gain: float, *, needs):
 
 
 def made(function: Callable = right, backward: Callable | None = gradients, reference: Callable = definition, **more):
-    """An operator of its own name."""
+    """An operator with a new, unique name."""
 
     def fast(x: Tensor, w: Tensor, gain: float) -> Tensor:
         return function(x, w, gain)
@@ -75,7 +75,7 @@ def said(op, *words: str, cases=None, skip=FRAME) -> None:
 
 
 def test_a_right_operator_passes():
-    """Every check has its say or says why it does not; gradients by a kernel and by the reference."""
+    """Every check runs or says why it does not, with gradients by a kernel and by the reference."""
     for backward in (gradients, None):
         report = check_operator(made(backward=backward, deterministic=True, devices="cpu"), cases())
         assert set(report.checked["kernel"]) == set(CHECKS) - {"synchronisation", "streams"}
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_wrong_when_asked_for_alone_is_found():
 
 def test_a_backward_pass_for_contiguous_gradients_only_is_found():
     def backward(grad, x, w, gain, *, needs):
-        dense = torch.empty(grad.shape).stride()  # which a kernel that is given a pointer may take for granted
+        dense = torch.empty(grad.shape).stride()  # what a kernel given a bare pointer may assume
         flat = grad if 0 in grad.stride() else grad.as_strided(grad.shape, dense)
         return gradients(flat, x, w, gain, needs=needs)
 
@@ -207,7 +207,7 @@ def test_a_backward_pass_for_contiguous_gradients_only_is_found():
 
 def test_foreign_memory_is_found():
     def stray(x, w, gain):
-        room = x.untyped_storage().nbytes() > x.nbytes  # elsewhere torch would refuse
+        room = x.untyped_storage().nbytes() > x.nbytes  # otherwise torch refuses
         base = x.as_strided((x.numel() + 1,), (1,), x.storage_offset()) if room else x
         return right(x, w, gain) + 0 * base.flatten()[-1]
 
@@ -247,7 +247,7 @@ def test_a_write_outside_of_a_result_is_found():
     def beyond(x, w, gain):
         out = torch.empty(x.shape[:-1], dtype=x.dtype)
         out.copy_(right(x, w, gain))
-        if out.untyped_storage().nbytes() > out.nbytes:  # fenced: elsewhere it would end the process, or not
+        if out.untyped_storage().nbytes() > out.nbytes:  # only inside a red zone: elsewhere it might crash the process
             out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
         return out
 
@@ -258,7 +258,7 @@ def test_other_bits_in_another_run_are_found():
     def noisy(x, w, gain):
         return right(x, w, gain) * (1 + 1e-7 * torch.rand(x.shape[0])).to(x.dtype)
 
-    check_operator(made(noisy), cases(), skip=FRAME)  # it promises nothing
+    check_operator(made(noisy), cases(), skip=FRAME)  # it makes no promise of determinism
     said(made(noisy, deterministic=True), "determinism", "the result has other bits in another run")
 
 
@@ -288,7 +288,7 @@ def test_a_kernel_for_one_dtype_is_found():
 
 
 def test_a_kernel_that_autocast_changes_passes():
-    """Kernels never see autocast: their matrix products keep their dtype."""
+    """Autocast does not reach kernels: their matrix products keep their dtype."""
 
     def product(x: Tensor, y: Tensor) -> Tensor:
         return x @ y
@@ -365,7 +365,7 @@ def test_lists_optional_tensors_and_several_results():
 
 
 def test_the_readme_s_kernel_in_a_project_of_its_own(tmp_path):
-    """At most fifteen lines, in a folder that knows nothing of this one but where Sonde is installed."""
+    """The README's kernel, at most fifteen lines, works in a separate folder with nothing but Sonde installed."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code = re.search(r"<!-- own-kernel:begin -->\n```python\n(.*?)```", readme, re.S).group(1)
     assert len([line for line in code.splitlines() if line.strip()]) <= 15

@@ -1,4 +1,4 @@
-"""The names and signatures of fused_grid_ops, and what its README says they compute."""
+"""fused_grid_ops' names and signatures, and the results its README describes."""
 
 import inspect
 import math
@@ -22,7 +22,7 @@ def leaves(octaves: int):
 
 
 def test_signatures():
-    """By position and by the original's keywords; importable as there, also under the names with `_fused`."""
+    """Callable by position and by the original's keywords; importable from the same places, also under the `_fused` names."""
     assert list(inspect.signature(fused_grid_ops.sample_sum).parameters) == ["images", "samples", "weights"]
     names = ["images", "samples", "queries", "depths", "num_octaves"]
     parameters = inspect.signature(fused_grid_ops.sample_dot).parameters
@@ -49,7 +49,7 @@ def test_sample_sum():
 
 @pytest.mark.parametrize("octaves", [0, 1, 3])
 def test_sample_dot(octaves):
-    """The depths' encoding, as sine with a phase, is appended to the queries."""
+    """The encoding of depths, a sine with a phase, is appended to the queries' channels."""
     images, samples, queries, depths = leaves(octaves)
     frequency = (2 * math.pi * 2.0 ** torch.arange(octaves, dtype=torch.float64)).repeat_interleave(2)
     phase = torch.tensor([0, math.pi / 2], dtype=torch.float64).repeat(octaves)

@@ -1,4 +1,4 @@
-"""mmcv's names: the same arguments in the same order, the same results as plain PyTorch."""
+"""mmcv's names: the same arguments in the same order and the same results as plain PyTorch."""
 
 import inspect
 
@@ -14,7 +14,7 @@ STARTS = [0, 35, 44]
 
 
 def made(dtype=torch.float64):
-    """Some samples are outside."""
+    """Random value, locations and weights; some samples are outside."""
     torch.manual_seed(0)
     value, locations = torch.randn(2, 46, 4, 6), 1.4 * torch.rand(2, 8, 4, 3, 2, 2) - 0.2
     weights = torch.randn(2, 8, 4, 6).softmax(-1).unflatten(-1, (3, 2))
@@ -27,7 +27,7 @@ def results(function, inputs):
 
 
 def assert_same(function):
-    """Of value, locations and weights, against plain PyTorch."""
+    """Results and the gradients of value, locations and weights equal plain PyTorch's."""
     inputs = made()
     for got, want in zip(results(function, inputs), results(lambda v, x, w: plain.ms_deform_attn(v, LEVELS, x, w), inputs)):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
@@ -36,7 +36,7 @@ def assert_same(function):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("im2col_step", [64, 3])
 def test_function(dtype, im2col_step):
-    """Any step will do: two images are no multiple of three."""
+    """Any im2col_step works, also one that does not divide the batch of two."""
     shapes, starts = torch.tensor(LEVELS, dtype=dtype), torch.tensor(STARTS, dtype=dtype)
     assert_same(lambda v, x, w: mmcv.MultiScaleDeformableAttnFunction.apply(v, shapes, starts, x, w, im2col_step))
 
@@ -63,7 +63,7 @@ def test_arguments():
 
 
 def test_half_values_with_float32_locations():
-    """As under autocast; mmcv rounds the locations."""
+    """Half-precision values with float32 locations, as under autocast; mmcv rounds the locations."""
     value, locations, weights = made(torch.float32)
     out = mmcv.MultiScaleDeformableAttnFunction.apply(
         value.bfloat16(), torch.tensor(LEVELS), torch.tensor(STARTS), locations, weights, 64
@@ -75,7 +75,7 @@ def test_half_values_with_float32_locations():
 
 @pytest.mark.parametrize("name", ["function", "pytorch"])
 def test_one_graph(name):
-    """Shapes are inputs of it."""
+    """One graph that takes the level shapes as inputs."""
 
     def function(shapes, starts, value, locations, weights):
         if name == "pytorch":

@@ -1,4 +1,4 @@
-"""PhysicsNeMo's names: the same arguments in the same order, the same results as plain PyTorch where that is right."""
+"""PhysicsNeMo's names: the same arguments in the same order, and the results of plain PyTorch wherever those are right."""
 
 import inspect
 
@@ -15,7 +15,7 @@ def made(*batch, M=7, N=40, F=3):
 
 
 def tutorial_knn(p1, p2, p2_features, k, sigma):
-    """As the tutorial has it, by brute force."""
+    """The tutorial's formula, by brute force."""
     distances, indices = (p1[:, None] - p2[None]).norm(dim=-1).topk(k, dim=1, largest=False)
     return (torch.softmax(-distances / sigma, 1)[..., None] * p2_features[indices]).sum(1)
 
@@ -34,7 +34,7 @@ def tutorial_radius(p1, p2, p2_features, radius, sigma):
     ],
 )
 def test_aggregations(ours, theirs, more, tolerance):
-    """Values and the gradients of all three, of which the original's faster routes have one."""
+    """Values and all three gradients; the original's faster routes have only one of them."""
     inputs = made()
     results = []
     for function in (ours, theirs):
@@ -62,7 +62,7 @@ def test_knn():
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_radius_search_of_all(batch):
-    """Pairs, of batches triples; points and distances on demand, and one tensor alone."""
+    """Index pairs, or triples for batches; points and distances on request; a single tensor when nothing else is requested."""
     queries, points, _ = made(*batch)
     d = torch.cdist(queries, points)
     want = (d <= 0.4).nonzero().T
@@ -76,7 +76,7 @@ def test_radius_search_of_all(batch):
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_radius_search_of_the_nearest(batch):
-    """The nearest of those within the radius, zeros where there are no more."""
+    """The nearest points within the radius, padded with zeros."""
     queries, points, _ = made(*batch)
     want = torch.cdist(queries, points).topk(9, largest=False)
     inside = want.values <= 0.4
@@ -99,7 +99,7 @@ def test_gradients_of_points_and_distances():
 
 
 def test_arguments():
-    """Names and order are the originals'."""
+    """Argument names and order match the originals."""
     expected = {
         "knn_weighted_feature_aggregation": ["p1", "p2", "p2_features", "k", "sigma", "eps"],
         "radius_bounded_feature_aggregation": ["p1", "p2", "p2_features", "radius", "sigma"],
@@ -112,7 +112,7 @@ def test_arguments():
 
 
 def test_flags_are_flags():
-    """A tensor in the place of one is refused by name."""
+    """A tensor in place of a flag is refused by name."""
     queries, points, _ = made()
     for name in ("return_dists", "return_points"):
         for bad in (points, "yes", None):
@@ -121,7 +121,7 @@ def test_flags_are_flags():
 
 
 def test_one_graph():
-    """With a number of neighbours that is known; the original breaks the graph without Warp's operator."""
+    """One graph when the number of neighbours is given; the original breaks the graph without Warp's operator."""
     torch._dynamo.reset()
     queries, points, features = (x.detach() for x in made())
 

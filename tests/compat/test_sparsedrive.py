@@ -1,4 +1,4 @@
-"""SparseDrive's and Sparse4D's names: the same arguments in the same order, the same results as plain PyTorch."""
+"""SparseDrive's and Sparse4D's names: the same arguments in the same order and the same results as plain PyTorch."""
 
 import inspect
 
@@ -11,12 +11,12 @@ from sonde.compat import sparsedrive
 
 
 def maps(cams, *sizes, channels=8):
-    """``[B, cams, C, H, W]`` of each size."""
+    """Maps ``[B, cams, C, H, W]``, one for each size."""
     return [torch.randn(2, cams, channels, h, w, dtype=torch.float64).requires_grad_() for h, w in sizes]
 
 
 def places(cams, levels, groups=4):
-    """Locations of which some are outside, and weights."""
+    """Locations, some of them outside, and weights."""
     locations = 1.4 * torch.rand(2, 5, 3, cams, 2, dtype=torch.float64) - 0.2
     return [locations.requires_grad_(), torch.randn(2, 5, 3, cams, levels, groups, dtype=torch.float64).requires_grad_()]
 
@@ -48,7 +48,7 @@ def test_arguments():
 
 
 def test_format():
-    """Camera by camera, level by level, pixel by pixel; a list of three tensors."""
+    """Rows go camera by camera, level by level, pixel by pixel; the result is a list of three tensors."""
     given = maps(2, (2, 3), (1, 2))
     formatted = sparsedrive.feature_maps_format(given)
     assert isinstance(formatted, list)
@@ -61,7 +61,7 @@ def test_format():
 
 
 def test_format_of_groups():
-    """Cameras of different sizes: nested lists; every start is where its level is."""
+    """Cameras of different sizes come as nested lists; each start points at its level's first row."""
     groups = [maps(2, (2, 3), (1, 2)), maps(1, (3, 3), (2, 1)), maps(1, (1, 1), (1, 1))]
     features, shapes, starts = sparsedrive.feature_maps_format(groups)
     assert shapes.tolist() == [[[2, 3], [1, 2]], [[2, 3], [1, 2]], [[3, 3], [2, 1]], [[1, 1], [1, 1]]]
@@ -74,7 +74,7 @@ def test_format_of_groups():
 
 
 def test_aggregation_of_groups():
-    """The sum over groups of cameras is the sum of their sums."""
+    """The sum over all cameras equals the sum over groups of the groups' sums."""
     torch.manual_seed(0)
     groups, (locations, weights) = [maps(2, (5, 7), (3, 3)), maps(1, (4, 4), (2, 1))], places(3, 2)
     got = sparsedrive.deformable_aggregation_function(*sparsedrive.feature_maps_format(groups), locations, weights)
@@ -85,7 +85,7 @@ def test_aggregation_of_groups():
 
 @pytest.mark.parametrize("tuples", [False, True])
 def test_inverse(tuples):
-    """Neighbouring cameras of one size are one group again; the same bits, and gradients."""
+    """The inverse groups neighbouring cameras of one size again: the same bits, with gradients."""
     groups = [maps(2, (2, 3), (1, 2)), maps(1, (3, 3), (2, 1))]
     features, shapes, starts = sparsedrive.feature_maps_format(groups)
     if tuples:
@@ -167,7 +167,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses(name):
-    """In words that name the argument, what was expected and what came."""
+    """The error names the argument, what was expected and what came."""
     given, inverse, error, text = REFUSED[name]
     with pytest.raises(error) as found:
         sparsedrive.feature_maps_format(given, inverse)
@@ -176,7 +176,7 @@ def test_refuses(name):
 
 
 def test_one_graph():
-    """From maps to the result."""
+    """From maps to the result in one graph."""
 
     def function(given, locations, weights):
         return sparsedrive.deformable_aggregation_function(*sparsedrive.feature_maps_format(given), locations, weights)

@@ -1,4 +1,4 @@
-"""transformers: a model gives the same with Sonde's attention as with its own, and is left as it was."""
+"""transformers: a model gives the same results with Sonde's attention as with its own, and undoing the patch restores it."""
 
 import inspect
 import subprocess
@@ -16,7 +16,7 @@ LEVELS = [(5, 7), (3, 3)]
 
 @pytest.fixture(scope="module")
 def detr():
-    """The module of Deformable DETR, which takes seconds to import."""
+    """Deformable DETR's module, imported lazily because that takes seconds."""
     pytest.importorskip("transformers")
     from transformers.models.deformable_detr import modeling_deformable_detr
 
@@ -31,14 +31,14 @@ def as_it_was():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of every call of the operator."""
+    """Records the arguments of every call of the operator."""
     seen, real = [], compat._ms_deform_attn
     monkeypatch.setattr(compat, "_ms_deform_attn", lambda *args: seen.append(args) or real(*args))
     return seen
 
 
 def tiny(detr, two_stage: bool):
-    """Random, of configurations alone; points in one stage, boxes in two."""
+    """A random model built from configurations alone; reference points with one stage, boxes with two."""
     from transformers import DeformableDetrConfig, ResNetConfig
 
     stages = dict(hidden_sizes=[4, 8, 12, 16], depths=[1, 1, 1, 1], out_features=["stage2", "stage3", "stage4"])
@@ -58,7 +58,7 @@ def tiny(detr, two_stage: bool):
 
 
 def outputs(model) -> dict[str, torch.Tensor]:
-    """What the model says of two images, one of them padded, and the gradients of images and parameters."""
+    """The model's outputs for two images, one of them padded, and the gradients of images and parameters."""
     torch.manual_seed(1)
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64).requires_grad_()
     mask = torch.ones(2, 64, 96, dtype=torch.long)
@@ -78,7 +78,7 @@ def test_same_outputs_and_gradients(detr, calls, two_stage):
     assert not calls
     with compat.patch():
         got = outputs(model)
-    assert len(calls) == 3  # one layer of the encoder, two of the decoder
+    assert len(calls) == 3  # one encoder layer, two decoder layers
     assert got.keys() == want.keys()
     assert sum("sampling_offsets" in name for name in got) == 6
     for name in want:
@@ -89,13 +89,13 @@ def test_patch_and_unpatch(detr):
     own = detr.MultiScaleDeformableAttention.forward
     first = compat.patch()
     assert detr.MultiScaleDeformableAttention.forward is compat.MultiScaleDeformableAttention.forward
-    with compat.patch() as second:  # changes nothing, and puts nothing back
+    with compat.patch() as second:  # changes nothing and restores nothing
         assert not second.replaced
     assert detr.MultiScaleDeformableAttention.forward is not own
     compat.unpatch()
     assert detr.MultiScaleDeformableAttention.forward is own
     compat.unpatch()
-    with first:  # long undone
+    with first:  # already undone
         pass
     assert detr.MultiScaleDeformableAttention.forward is own
 
@@ -109,7 +109,7 @@ def test_a_with_statement_ends_in_errors_too(detr):
 
 
 def test_every_model_is_found(detr):
-    """Those not imported yet, too."""
+    """Every model that uses the attention is patched, including those not imported yet."""
     found = {getattr(owner, "__module__", None) or owner.__name__ for owner, _, _ in compat.patch().replaced}
     families = {name.split(".")[2] for name in found}
     assert {"deformable_detr", "rt_detr", "grounding_dino", "omdet_turbo", "mask2former", "oneformer"} <= families
@@ -122,7 +122,8 @@ def inputs(queries: int = 4):
 
 
 def test_layer_is_theirs(detr):
-    """Arguments and results of the layer alone; levels come from the list, no tensor is looked into."""
+    """The layer alone takes the original's arguments and gives its results; it reads levels from the list, never from the
+    tensor."""
     theirs, ours = detr.MultiScaleDeformableAttention(), compat.MultiScaleDeformableAttention()
     names = list(inspect.signature(theirs.forward).parameters)
     assert list(inspect.signature(ours.forward).parameters) == names
@@ -133,7 +134,7 @@ def test_layer_is_theirs(detr):
 
 
 def test_function_is_theirs(detr):
-    """That of Mask2Former and OneFormer, with a list and with a tensor."""
+    """The function of Mask2Former and OneFormer, with levels as a list and as a tensor."""
     from transformers.models.mask2former import modeling_mask2former as mask2former
 
     value, locations, weights = inputs()
@@ -146,7 +147,7 @@ def test_function_is_theirs(detr):
 
 
 def test_attention_is_one_graph(detr):
-    """The model's attention, patched: one graph for images of any size."""
+    """The patched attention of a model compiles to one graph for images of any size."""
     model = tiny(detr, two_stage=False)
     attention = model.model.encoder.layers[0].self_attn
     compat.patch()
@@ -162,7 +163,7 @@ def test_attention_is_one_graph(detr):
 
 
 def test_import_is_lazy():
-    """Neither sonde, its layers nor this module load transformers; where it is missing, patch() says so."""
+    """Neither sonde, its layers nor this module import transformers; where it is missing, patch() says so."""
     code = """
 import sys, sonde, sonde.nn, sonde.compat.mmcv, sonde.compat.sparsedrive, sonde.compat.transformers as compat
 assert "transformers" not in sys.modules

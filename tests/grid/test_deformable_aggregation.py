@@ -1,4 +1,4 @@
-"""``deformable_aggregation``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
+"""``deformable_aggregation`` compared with independent implementations, plus the cases only this operator can get wrong."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -35,7 +35,7 @@ def close(got, want):
 
 
 def with_grid_sample(features, shapes, starts, locations, weights, outside):
-    """By F.grid_sample, camera by camera and level by level; zeros around every map."""
+    """The definition by F.grid_sample, camera by camera and level by level; zeros around every map."""
     out, row = torch.zeros((), dtype=features.dtype, device=features.device), 0
     C, G = features.shape[2], weights.shape[-1]
     for camera, levels in enumerate(shapes):
@@ -49,13 +49,13 @@ def with_grid_sample(features, shapes, starts, locations, weights, outside):
 
 
 def corners(x, size):
-    """The pixels of an axis beside position x that there are, and their weights."""
+    """The existing pixels on either side of position x along one axis, and their weights."""
     x0 = x.detach().floor()
     return [(int(i), weight) for i, weight in ((x0, 1 - (x - x0)), (x0 + 1, x - x0)) if 0 <= i < size]
 
 
 def by_loops(features, shapes, starts, locations, weights, outside):
-    """One sample, one corner at a time, as the formula has it; autograd differentiates what is used."""
+    """The formula as plain loops over samples and corners; autograd differentiates what is used."""
     B, A, P, cams, L, G = weights.shape
     C, first, total = features.shape[2], {}, 0
     for m in range(cams):
@@ -80,7 +80,7 @@ def by_loops(features, shapes, starts, locations, weights, outside):
     return torch.stack(rows).view(B, A, C)
 
 
-# ---- independent truths -------------------------------------------------------------------------------------------------------
+# ---- independent implementations ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("levels", [None, (((5, 3), (2, 2)), ((4, 7), (3, 1)))], ids=["halves", "cameras_differ"])
@@ -93,7 +93,7 @@ def test_zeros_is_grid_sample(impl, levels):
 @pytest.mark.parametrize("outside", ["drop", "zeros"])
 @pytest.mark.parametrize("layout", ["uniform", "hostile"])
 def test_loops(impl, outside, layout):
-    """The formula, taken literally: a sample that is dropped, and a corner that is missing, are never looked at."""
+    """Matches the formula as plain loops, where dropped samples and missing corners are never read."""
     args = make(impl, B=1, outside=outside, layout=layout, levels=(((5, 3), (2, 2)), ((1, 4), (3, 1))))
     close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(by_loops, args))
 
@@ -128,7 +128,7 @@ def test_partition_of_unity(impl):
 
 
 def test_permutations(impl):
-    """Anchors, points and cameras may be renamed; the latter with their features, wherever these lie."""
+    """Permuting anchors, points or cameras permutes the result; cameras move with their features, wherever these are stored."""
     features, shapes, starts, locations, weights, outside = args = make(impl, levels=(((5, 3), (2, 2)), ((4, 7), (3, 1))))
     fn = OPERATOR.call(impl)
     out = fn(*args)
@@ -143,7 +143,7 @@ def test_permutations(impl):
 
 
 def test_adjoint(impl):
-    """Σ out·g is the same sum over features and weights and their gradients: nothing is lost or counted twice."""
+    """Σ out·g equals the same sum over features and over weights, each with its gradient: nothing is lost or counted twice."""
     args = make(impl, layout="hostile")
     (out,), (g_features, _, g_weights) = value_and_grads(OPERATOR.call(impl), args, [torch.ones(2, 3, 6, device=impl.device)])
     torch.testing.assert_close((g_features * args[0]).sum(), out.sum())
@@ -152,7 +152,7 @@ def test_adjoint(impl):
 
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_every_sample_counts_once(impl, mode):
-    """All samples on one pixel: its gradient is their number, exactly."""
+    """With all samples on one pixel, the pixel's gradient is exactly the number of samples."""
     A = 40 if impl.interpreted else 3000
     features = torch.zeros(1, 9, 1, device=impl.device, requires_grad=True)
     locations, weights = (torch.full((1, A, *shape), 0.5, device=impl.device) for shape in ((2, 1, 2), (2, 1, 1, 1)))
@@ -167,8 +167,8 @@ def test_every_sample_counts_once(impl, mode):
 @pytest.mark.parametrize("few", [0, 1 << 30], ids=["many", "few"])
 @pytest.mark.parametrize(("P", "C", "heads", "points"), [(3, 4, 4, 4), (9, 5, 3, 4), (21, 64, 2, 16)])
 def test_points_that_meet(triton_target, monkeypatch, P, C, heads, points, few, outside):
-    """Points in one cell are taken together. Here most are, at centres and edges of pixels and outside, too; a program has some of
-    them, its neighbours the others, in either order."""
+    """Points in the same cell are summed together. Here most share one, at pixel centres, at pixel edges and outside, and they are
+    split between programs in either order."""
     from sonde.grid.deformable_aggregation import gpu_configs
 
     monkeypatch.setattr(gpu_configs, "MANY", few)
@@ -196,12 +196,13 @@ def test_points_that_meet(triton_target, monkeypatch, P, C, heads, points, few, 
     ids=str,
 )
 def test_every_row_that_is_added_to_is_rounded(triton_target, monkeypatch, dtype, how, outside):
-    """In half precision only rows with sums are looked at. Here each camera sees one point, whose corners are nobody else's."""
+    """In half precision only rows that received a sum are rounded, and all of those are. Each camera sees one point, which shares
+    no corner with another."""
     from sonde.grid.deformable_aggregation import gpu
 
     monkeypatch.setattr(gpu, "FORCE_INT64", how == "int64")
     shapes, S, C, P, device = (((4, 5), (2, 3)), ((3, 2), (1, 4))), 36, 10, 9, triton_target.device
-    wide, middle = (torch.float64, 0.3 - 1e-12) if how == "float64" else (torch.float32, 0.4)  # that is another cell in float32
+    wide, middle = (torch.float64, 0.3 - 1e-12) if how == "float64" else (torch.float32, 0.4)  # another cell in float32
     places = torch.cartesian_prod(*[torch.tensor([0.05, middle, 0.97], dtype=wide)] * 2)
     B = len(places)
     locations = torch.full((B, 1, P, 2, 2), -5, dtype=wide)
@@ -210,7 +211,7 @@ def test_every_row_that_is_added_to_is_rounded(triton_target, monkeypatch, dtype
     told = [shapes, None]
     if how == "tensors":
         told = [torch.tensor(shapes, device=device), torch.tensor([[0, 20], [26, 32]], device=device)]
-    grad, found = 2.0 ** torch.arange(C), []  # so that no tie decides: torch rounds float64 twice, a GPU once
+    grad, found = 2.0 ** torch.arange(C), []  # powers of two avoid ties: torch rounds float64 twice, a GPU once
     for kind in (wide, dtype):
         leaf = features.to(device, kind).requires_grad_()
         with poisoned():
@@ -222,7 +223,7 @@ def test_every_row_that_is_added_to_is_rounded(triton_target, monkeypatch, dtype
 
 @pytest.mark.parametrize("C", [1, 12, 2050])
 def test_rows_without_a_mark(triton_target, C):
-    """They stay as they are when sums are cleared, and are zeros when those are rounded, whatever lies there."""
+    """Unmarked rows are left alone when sums are cleared and written as zeros when sums are rounded, whatever they contain."""
     from sonde.grid._scatter.marked_rows import clear_marked, round_marked, rows_of
 
     device = triton_target.device
@@ -238,8 +239,8 @@ def test_rows_without_a_mark(triton_target, C):
 
 
 def test_the_batch_decides_nothing_that_rounds(triton_target):
-    """It may decide how many points a program has, and tiles of other sizes may round otherwise; so it does not where the features'
-    gradient, which is added up in whatever order, is not among the others."""
+    """The batch size may change the points per program, and with it the rounding, only where the features' gradient is computed,
+    whose order of additions is not fixed anyway."""
     from sonde.grid.deformable_aggregation import gpu_configs
 
     cars = dict(S=89760, A=900, N=78, cams=6, L=4, C=256, G=8, row=256, batch=89760 * 256, vector=16, itemsize=4, slices=1)
@@ -254,10 +255,11 @@ def test_the_batch_decides_nothing_that_rounds(triton_target):
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
-    """It spoils the pixels around its own point, with whoever lies in their cell, and none around the next one."""
+    """A non-finite weight spoils the pixels around its own point and the points in the same cell, but not the neighbouring
+    pixels."""
     features, weights = torch.ones(1, 12, 4), torch.ones(1, 1, 5, 1, 1, 1)
     weights[:, :, 1] = wrong
-    x = torch.tensor([1.25, 4.25, 6.25, 9.25, 4.5]) / 12  # the second has pixels 3 and 4, the third 5 and 6, the last 4 alone
+    x = torch.tensor([1.25, 4.25, 6.25, 9.25, 4.5]) / 12  # the second reads pixels 3 and 4, the third 5 and 6, the last only 4
     locations = torch.stack([x, torch.full((5,), 0.5)], -1).view(1, 1, 5, 1, 2)
     args = [t.to(impl.device) for t in (features, locations, weights)]
     call = lambda target: lambda f, x, w: OPERATOR.call(target)(f, [[(1, 12)]], None, x, w, "drop")
@@ -271,7 +273,7 @@ def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
 
 
 def test_behind_the_camera(impl):
-    """Points far outside, at the edges or not a number read nothing and get nothing, whatever their weights."""
+    """Points far outside, at the edges or NaN read nothing and get zero gradients, whatever their weights."""
     features, shapes, starts, locations, weights, _ = make(impl, D=8, L=1, layout="inside")
     want = OPERATOR.call(impl)(features, shapes, starts, locations[:, :, :1], weights[:, :, :1], "drop")
     away = [(1e7, 0.5), (-1e7, 0.5), (0.5, 3.4e38), (torch.nan, 0.5), (0.5, -torch.inf), (0.0, 0.5), (0.5, 1.0)]
@@ -285,7 +287,7 @@ def test_behind_the_camera(impl):
 
 
 def test_nothing_else_is_read(impl):
-    """A pixel that no sample touches may be anything; so may levels of the camera that sees nothing."""
+    """Pixels that no sample touches may hold anything; so may the levels of a camera that sees nothing."""
     features, shapes, starts, locations, weights, _ = make(impl, B=1, levels=((4, 4),), layout="inside")
     locations[:, :, :, 0] = 0.25 + 0.25 * locations[:, :, :, 0]  # pixels 0 to 2 along either axis
     locations[:, :, :, 1] = 2
@@ -299,7 +301,7 @@ def test_nothing_else_is_read(impl):
 
 
 def test_edges_of_the_image(impl):
-    """The two conventions differ in the half pixel along the edges, and nowhere else."""
+    """The two conventions for points outside differ only in the half pixel along the edges."""
     inside = make(impl, layout="inside")
     fn = OPERATOR.call(impl)
     torch.testing.assert_close(fn(*inside), fn(*inside[:-1], "zeros"), rtol=0, atol=0)
@@ -313,7 +315,7 @@ def test_edges_of_the_image(impl):
 
 
 def test_levels_in_any_words(impl):
-    """Tuples, lists and CPU tensors of either width say the same, with or without the running sum."""
+    """Levels given as tuples, lists or int32 or int64 CPU tensors, with or without starts, give the same result."""
     features, shapes, _, locations, weights, outside = make(impl, levels=(((5, 3), (2, 2)), ((4, 7), (3, 1))))
     fn = lambda shapes, starts: OPERATOR.call(impl)(features, shapes, starts, locations, weights, outside)
     want, starts = fn(shapes, None), ((0, 15), (19, 47))
@@ -329,7 +331,7 @@ def test_levels_in_any_words(impl):
 
 
 def test_maps_of_each_level(impl):
-    """A list of maps is what feature_maps_format makes of it, and its maps get their gradients."""
+    """A list of maps gives the same as the rows that feature_maps_format makes of it, and each map gets its gradient."""
     g = torch.Generator(impl.device).manual_seed(0)
     maps = [torch.randn(2, 2, 6, h, w, dtype=torch.float64, device=impl.device, generator=g) for h, w in ((4, 5), (2, 3))]
     _, _, _, locations, weights, _ = make(impl)
@@ -360,7 +362,7 @@ WILD = [  # one level each for two cameras of 30 rows together: sizes, starts
 @pytest.mark.parametrize("outside", ["drop", "zeros"])
 @pytest.mark.parametrize(("sizes", "starts"), WILD)
 def test_tensors_that_point_outside_read_nothing(impl, sizes, starts, outside):
-    """What nobody on the host has looked at is masked by the number of rows, forwards and backwards."""
+    """Level tensors that the host never checked are masked by the number of rows, in both passes."""
     features, _, _, locations, weights, _ = make(impl, torch.float32, levels=((3, 5),), L=1, layout="hostile")
     sizes, starts = (torch.tensor(x, device=impl.device).unsqueeze(1) for x in (sizes, starts))
     args = [redzone(features), sizes, starts, locations, weights, (), outside == "drop"]
@@ -373,7 +375,7 @@ def test_tensors_that_point_outside_read_nothing(impl, sizes, starts, outside):
 
 
 def test_tensors_stay_tensors_in_a_graph(impl):
-    """One graph for every content of the tensors, which is not looked into while tracing."""
+    """One graph serves any contents of the level tensors: tracing does not read them."""
     torch._dynamo.reset()
     features, shapes, _, locations, weights, outside = make(impl, torch.float32, levels=(((5, 3), (2, 2)), ((4, 7), (3, 1))))
     compiled = torch.compile(OPERATOR.call(impl), fullgraph=True, backend="aot_eager")
@@ -389,7 +391,7 @@ def test_tensors_stay_tensors_in_a_graph(impl):
 
 
 def test_levels_are_not_mapped(impl):
-    """vmap leaves the levels alone, as numbers and as tensors; it cannot map them."""
+    """vmap passes levels through unmapped, as numbers and as tensors, and refuses to map them."""
     args = make(impl)
     features, shapes, starts = args[0], torch.tensor(args[1]), torch.tensor([(0, 30), (39, 69)])
     several = torch.stack([features, 2 * features])
@@ -411,7 +413,7 @@ if given is not None:
 
     @given(st.data())
     def test_any_sizes(target, data):
-        """No number of cameras, levels, points, groups or channels is special, nor one of each camera's own resolutions."""
+        """Random numbers of cameras, levels, points, groups and channels, with a resolution for each camera."""
         few = 2 if target.interpreted else 4
         sizes = {k: data.draw(st.integers(0, few), label=k) for k in ("B", "Q", "D", "cams", "L", "heads")}
         sizes["C"] = data.draw(st.integers(0, 35), label="C")
@@ -497,7 +499,7 @@ def test_messages(case, monkeypatch):
 
 
 def test_what_was_accepted_is_not_accepted_for_ever():
-    """Checks that are remembered tell rows, levels and kinds of numbers apart."""
+    """Cached checks distinguish rows, levels and dtypes: an accepted call does not let a wrong one through."""
     args = make(Target("reference"), torch.float32)
     fn = lambda *a: sonde.deformable_aggregation(*a[:5], outside=a[5])
     fn(*args)

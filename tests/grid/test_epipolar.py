@@ -1,4 +1,4 @@
-"""The form's kernels against their own references, in every configuration that a search may try."""
+"""The shared epipolar kernels against their own references, in every candidate configuration."""
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(("layout", "few"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("operator", EPIPOLAR, ids=str)
 def test_candidates_agree_with_the_reference(operator, layout, few, triton_target, monkeypatch):
-    """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
+    """Any configuration a search may pick is right: candidates from both ends of the list, on the tensors a call passes to the
+    kernels."""
     monkeypatch.setattr("sonde.grid._device.layout.FEW", few)
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     met = {}
@@ -42,7 +43,7 @@ def test_candidates_agree_with_the_reference(operator, layout, few, triton_targe
     args = list(operator.make("odd_sizes", device=triton_target.device))
     args[0] = args[0].contiguous(memory_format=layout)
     with sonde.jit.settings.set(sonde.jit.PickAny), deterministic():
-        sonde.jit.winners.forget()  # so that this call binds
+        sonde.jit.winners.forget()  # so that this call prepares its launch again
         out = operator.call("triton")(*leaves(args))
     args = leaves(args)
     out = operator.call("triton")(*args)
@@ -60,7 +61,8 @@ def test_candidates_agree_with_the_reference(operator, layout, few, triton_targe
 
 
 def test_no_candidate_that_triton_cannot_compile(triton_target):
-    """Triton 3.6 fails on planes with many samples in a program; neither a search nor a stored winner may come to that."""
+    """Triton 3.6 fails to compile planes with many samples per program, so neither a search nor a stored winner may use such a
+    configuration."""
     from sonde.grid._epipolar import gpu_kernels as kernels
 
     planes = kernels.Problem(2, 6, 7, 64, 32, 40, 1, 0, 3, 2, torch.float32, False, True)
@@ -70,13 +72,13 @@ def test_no_candidate_that_triton_cannot_compile(triton_target):
             for problem in (planes, planes._replace(d_stride=1)):
                 assert not kernel.fits(problem, config)
                 assert config not in kernel.fitting(problem)
-            assert kernel.fits(planes._replace(stride=40), config)  # pixels are fine
-    assert not kernels.form.fits(planes, kernels.Config(4, 4, 1, 2))  # half of it, where all but the images' gradient is asked for
+            assert kernel.fits(planes._replace(stride=40), config)  # channels-last images compile
+    assert not kernels.form.fits(planes, kernels.Config(4, 4, 1, 2))  # half as many fail, too, without the images' gradient
     assert kernels.form.fits(planes._replace(d_stride=1), kernels.Config(4, 4, 1, 2))
 
 
 def test_a_wrong_candidate_is_seen(triton_target, monkeypatch):
-    """The references of the form can tell: a kernel that forgets a tile of channels does not pass."""
+    """The kernels' references catch a wrong kernel: one that skips a tile of channels fails."""
     from sonde.grid._epipolar import gpu_kernels as kernels
 
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))

@@ -1,4 +1,4 @@
-"""``grid_sample``: equal to torch's own in every mode, and what torch's own has not."""
+"""``grid_sample``: equal to torch's in every mode, and the features torch does not have."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -51,7 +51,7 @@ def channels_last(x):
 
 
 def compare(function, args, tolerance=1e-11, note=""):
-    """Values and both gradients against torch's own, which on GPUs has none in the deterministic mode."""
+    """Compares values and both gradients with torch's, run outside the deterministic mode, where torch has no GPU backward."""
     got = value_and_grads(function, args)
     with deterministic(False):
         want = value_and_grads(F.grid_sample, args)
@@ -66,7 +66,7 @@ def compare(function, args, tolerance=1e-11, note=""):
 
 @every_combination
 def test_equals_torch(impl, dim, mode, padding, align):
-    """Values and both gradients, far outside too, of an image wider than a vector and of one with few channels."""
+    """Values and both gradients, also far outside, for an image wider than a vector and one with few channels."""
     if impl.interpreted and not (align and padding == "border"):
         pytest.skip("the interpreter is slow; test_deterministic_mode has every mode, the contract has them in float32")
     for C, scale in [((2, 1.0), (17, 7.0))[mode != "bicubic" and align]] if impl.interpreted else ((3, 1.0), (18, 7.0)):
@@ -80,7 +80,7 @@ def test_equals_torch(impl, dim, mode, padding, align):
 
 @every_combination
 def test_equals_torch_on_edges(impl, dim, mode, padding, align):
-    """±1, ties, pixel centres and reflected borders, at sizes one to four: the same side, the same zero derivative."""
+    """At ±1, ties, pixel centres and reflected borders, for sizes one to four: the same pixel and the same zero derivative."""
     if impl.interpreted and (dim == 3 or mode == "bicubic"):
         pytest.skip("the interpreter is slow")
     grid = torch.tensor(list(product(CORNERS, repeat=2)), dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_equals_torch_on_edges(impl, dim, mode, padding, align):
 
 
 def test_documentation_examples(impl):
-    """What torch's documentation says of grid_sample and of affine_grid: the identity is the image, a flow warps it."""
+    """Examples from torch's documentation of grid_sample and affine_grid: the identity grid returns the image, a flow warps it."""
     image = torch.arange(25, dtype=torch.float64, device=impl.device).view(1, 1, 5, 5)
     theta = torch.eye(2, 3, dtype=torch.float64, device=impl.device)[None]
     for align in (False, True):
@@ -112,7 +112,7 @@ def test_documentation_examples(impl):
 
 
 def test_nearest_takes_halves_to_the_even_pixel(impl):
-    """x = ½, 1½, 2½ are pixels 0, 2, 2; −½ is 0 and not −1."""
+    """Halves round to the even pixel: x = ½, 1½, 2½ give pixels 0, 2, 2, and −½ gives 0, not −1."""
     image = torch.arange(4.0, device=impl.device).view(1, 1, 1, 4)
     x = torch.tensor([-0.5, 0.5, 1.5, 2.5, 3.5], device=impl.device)
     grid = torch.stack([(2 * x + 1) / 4 - 1, torch.zeros_like(x)], -1)[None, None]
@@ -120,7 +120,7 @@ def test_nearest_takes_halves_to_the_even_pixel(impl):
 
 
 def test_reflections_from_far_away(target):
-    """A thousand reflections later, float32 still finds the pixel that exact arithmetic finds."""
+    """After a thousand reflections float32 still finds the pixel that exact arithmetic finds."""
     input = torch.randn(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)).to(target.device)
     u = torch.linspace(-999, 1003, 41, device=target.device)
     grid = torch.stack([u, u.flip(0) * 0.37], -1)[None, None]
@@ -129,7 +129,7 @@ def test_reflections_from_far_away(target):
 
 
 def kinds(x):
-    """0 where an entry is finite, else which infinity it is, or NaN."""
+    """0 where an entry is finite, otherwise a code for +∞, −∞ or NaN."""
     return x.isposinf() + 2 * x.isneginf() + 3 * x.isnan()
 
 
@@ -150,7 +150,7 @@ def test_pixels_and_gradients_that_are_not_finite(impl, dim, mode, padding, alig
         seen = F.grid_sample(torch.full_like(input, torch.nan), grid, *options).isnan()[:, 0]
         for planted in ("input", "grad"):
             args, given = (input.clone(), grid, *options), grad.clone()
-            x = (args[0] if planted == "input" else given).flatten(2)[:, 1]  # of one channel
+            x = (args[0] if planted == "input" else given).flatten(2)[:, 1]  # one channel
             x[:, 1::9], x[:, 2::18], x[:, -1] = torch.inf, torch.nan, -torch.inf
             args = (layout(args[0]), *args[1:])
             with deterministic(planted == "grad"):
@@ -172,7 +172,8 @@ def test_pixels_and_gradients_that_are_not_finite(impl, dim, mode, padding, alig
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 def test_absent_samples_poison_nothing(impl, mode, padding):
-    """A non-finite coordinate gives zero and a zero gradient, whatever it meets; other samples keep their values."""
+    """A sample with a non-finite coordinate gives zero and zero gradients, whatever the input holds; other samples keep their
+    values."""
     if impl.interpreted and (mode == "nearest" or (mode, padding) in (("bicubic", "zeros"), ("bicubic", "reflection"))):
         pytest.skip("the interpreter is slow")
     input, grid, *options = make(impl, C=2, dtype=torch.float32, mode=mode, padding=padding)
@@ -194,7 +195,7 @@ def test_absent_samples_poison_nothing(impl, mode, padding):
 
 
 def test_pixels_outside_are_absent(impl):
-    """NaN at the border of the image reaches the samples that read it, and no sample that reads zeros beside it."""
+    """A NaN in a border pixel reaches the samples that read it, and not those that read only the padding beside it."""
     image = torch.ones(1, 1, 4, 4, device=impl.device)
     image[..., 0] = torch.nan
     grid = torch.tensor([[[[-0.75, 0.0], [0.75, 0.0], [1.2, 0.0], [-2.0, 0.0]]]], device=impl.device)
@@ -203,7 +204,8 @@ def test_pixels_outside_are_absent(impl):
 
 
 def test_half_precision_input_with_float32_grid(target):
-    """The normal case under autocast: torch refuses it; the gradient of thousands of samples is summed in float32."""
+    """Half-precision input with a float32 grid, as under autocast, which torch refuses; gradients of thousands of samples are
+    summed in float32."""
     n = 8 if target.interpreted else 64
     input = torch.ones(1, 4, 3, 3, device=target.device, dtype=torch.bfloat16)
     grid = torch.zeros(1, n, n, 2, device=target.device)
@@ -219,7 +221,7 @@ def test_half_precision_input_with_float32_grid(target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_accumulator(target, dtype):
-    """What float32 loses beside 2⁴⁰ and float64 keeps tells which of them the plan's claim is."""
+    """The plan states the real accumulator: adding 1 to 2⁴⁰ is kept in float64 and may be lost in float32."""
     input = torch.tensor([2.0**40, 1.0, -(2.0**40), 1.0], device=target.device, dtype=dtype).view(1, 1, 2, 2)
     grid = torch.zeros(1, 1, 1, 2, device=target.device)
     kept = call(target)(input, grid, "bilinear", "zeros", False).item() == 0.5
@@ -232,7 +234,7 @@ def test_accumulator(target, dtype):
 
 @pytest.mark.parametrize("shared", ["inputs", "grids"])
 def test_one_serves_many(target, shared, monkeypatch):
-    """One input for many grids, or one grid for many inputs: equal to the expanded call, and nothing is expanded in memory."""
+    """One input for many grids, or one grid for many inputs, equals the expanded call without expanding anything in memory."""
     args = make(target, B=2, C=2, **{shared: 1})
     full = [a.expand(2, *a.shape[1:]) if isinstance(a, torch.Tensor) else a for a in args]
     for mode in (False,) if target.interpreted else (False, True):
@@ -266,7 +268,7 @@ def test_channels_last_in_channels_last_out(target, dim):
 @pytest.mark.parametrize("C", [1, 3, 5, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_lanes_at_edges(numba_target, dtype, C):
-    """Sixteen samples at once, some of which have all their pixels, some a few, some none; any number of samples, both layouts."""
+    """Vectors of sixteen samples, where some have all their pixels, some a few, some none; any number of samples, both layouts."""
     options = "bilinear", "zeros", False
     for (H, W), P in product(((1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (4, 40)), (1, 15, 16, 33, 130)):
         g = torch.Generator().manual_seed(P)
@@ -282,7 +284,7 @@ def test_lanes_at_edges(numba_target, dtype, C):
 
 @pytest.mark.parametrize("C", [3, 9])
 def test_gradient_of_the_other_layout(numba_target, C):
-    """A result's gradient need not lie as the result does."""
+    """The incoming gradient may have another layout than the result."""
     input, grid, *options = make(numba_target, C=C, D=70)
     grad = torch.randn(2, C, 3, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for image, given in product((input, channels_last(input)), (grad, channels_last(grad))):
@@ -293,7 +295,7 @@ def test_gradient_of_the_other_layout(numba_target, C):
 
 @pytest.mark.parametrize("C", [2, 9])
 def test_pixels_of_other_rows_poison_nothing(numba_target, C):
-    """What lies in memory before a row's first pixel and after its last is no neighbour of theirs."""
+    """The pixels stored before a row's first and after its last belong to other rows and never leak in."""
     for row, column, x in ((0, 3, -1.0), (2, 0, 1.0)):
         input, grid = torch.ones(1, C, 3, 4), torch.tensor([x, 0.0]).expand(1, 1, 18, 2)
         input[..., row, column] = torch.nan
@@ -305,7 +307,7 @@ def test_pixels_of_other_rows_poison_nothing(numba_target, C):
 
 
 def test_flow_fields_are_not_copied(triton_target, monkeypatch):
-    """A permuted flow, as networks predict it, is read where it is."""
+    """A permuted flow, as networks predict it, is read in place, without a copy."""
     input, grid, *options = make(triton_target)
     flow = grid.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     assert not flow.is_contiguous()
@@ -315,7 +317,7 @@ def test_flow_fields_are_not_copied(triton_target, monkeypatch):
 
 @every_combination
 def test_deterministic_mode(triton_target, dim, mode, padding, align):
-    """Sums in a fixed order, in every mode: right, and the same bits twice."""
+    """The deterministic mode is right in every mode and gives the same bits twice."""
     if triton_target.interpreted and (align or (dim == 3 and padding == "border")):
         pytest.skip("the interpreter is slow")
     few = dict(B=1, Q=2, D=3) if triton_target.interpreted else dict(Q=40, D=30)
@@ -323,14 +325,14 @@ def test_deterministic_mode(triton_target, dim, mode, padding, align):
     with deterministic(), poisoned():
         compare(call(triton_target), args)
         plan = sonde.explain(call(triton_target), *leaves(args))
-        if not triton_target.interpreted:  # which runs in order anyway
+        if not triton_target.interpreted:  # the interpreter runs programs in order anyway
             assert same_bits(*(value_and_grads(call(triton_target), args)[1] for _ in range(2)))
     assert "_largest" in {k.name for k in plan.kernels}
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_crowded_cells(triton_target, mode):
-    """A cell with many samples, beside cells with one or none: every sum is complete."""
+    """A cell with many samples, next to cells with one or none: every sum is complete."""
     args = list(make(triton_target, B=1, C=2, Q=2, D=40, mode=mode, padding="border"))
     args[1][:, :, 5:] = args[1].new_tensor([0.1, 0.2])
     with deterministic(), poisoned():
@@ -340,7 +342,7 @@ def test_crowded_cells(triton_target, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("C", [3, 16])
 def test_gradients_that_are_not_finite(triton_target, dtype, C):
-    """In fixed point as elsewhere: they reach the pixels that they touch, infinite or NaN, and no other."""
+    """Infinite and NaN gradients reach exactly the pixels they touch, in fixed point as in floating point."""
     input = torch.zeros(2, C, 4, 4, dtype=dtype, device=triton_target.device)
     places = torch.tensor([[-0.75, -0.75], [0.25, -0.7], [0.25, -0.7], [0.25, 0.75], [0.75, 0.75]], device=triton_target.device)
     grad = torch.ones(2, C, 1, 5, dtype=dtype, device=triton_target.device)
@@ -357,7 +359,7 @@ def test_gradients_that_are_not_finite(triton_target, dtype, C):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", ["largest", "smallest", "apart"])
 def test_gradients_of_any_size(triton_target, dtype, size):
-    """Fixed point has a unit of its own for each image, so that neither the largest numbers overflow nor the smallest vanish."""
+    """Fixed point scales each image separately: the largest numbers do not overflow, the smallest do not vanish."""
     args = make(triton_target, B=2, C=3, Q=4, D=5, dtype=dtype)
     info = torch.finfo(dtype)
     scale = dict(largest=(info.max / 64, info.max / 64), smallest=(64 * info.tiny, 64 * info.tiny), apart=(info.max / 64, 1.0))[
@@ -373,7 +375,7 @@ def test_gradients_of_any_size(triton_target, dtype, size):
 
 
 def test_fixed_point_is_finer_than_float32(triton_target):
-    """What float32 loses beside a larger sum comes out: the plan's claim that integers are added."""
+    """Integer accumulation, as the plan states it, keeps a 1 that float32 would lose beside a larger sum."""
     input = torch.zeros(1, 1, 2, 2, device=triton_target.device)
     grid = torch.full((1, 1, 3, 2), -0.5, device=triton_target.device)
     grad = torch.tensor([2.0**30, 1.0, -(2.0**30)], device=triton_target.device).view(1, 1, 1, 3)
@@ -386,7 +388,7 @@ def test_fixed_point_is_finer_than_float32(triton_target):
 
 
 def test_plan_of_every_mode(target):
-    """A gradient that is known to be zero is not computed; the others are each written once."""
+    """A gradient known to be zero is not computed; each of the others is written exactly once."""
     for dim, mode, padding, align in COMBINATIONS:
         args = leaves(make(target, dim, mode=mode, padding=padding, corners=align))
         for strict in (False, True):
@@ -398,7 +400,7 @@ def test_plan_of_every_mode(target):
 
 
 def kernels_met(args, needs=(True, True), strict=False):
-    """The launches of both passes: kernel, problem and tensors, filled with what the kernel reads."""
+    """The kernel launches of both passes: kernel, problem and tensors, filled with what the kernel reads."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     met, bind = [], Tunable.bind
 
@@ -426,7 +428,8 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_candidates_agree_with_the_reference(triton_target, kind, monkeypatch):
-    """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
+    """Any configuration a search may pick is right: candidates from both ends of the list, on the tensors a call passes to the
+    kernels."""
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
     if triton_target.interpreted and kind["C"] in (5, 20):
         pytest.skip("the interpreter is slow")
@@ -447,7 +450,7 @@ def test_candidates_agree_with_the_reference(triton_target, kind, monkeypatch):
 
 
 def test_the_choice_does_not_depend_on_the_batch():
-    """Nor on strides: a winner serves all sizes of its kind, and the order of a sum over channels is the same in any batch."""
+    """Neither batch size nor strides change the winner's key or the order in which channels are summed."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     keys, orders = set(), set()
     for B, W in ((1, 36), (7, 40), (64, 60)):
@@ -462,7 +465,7 @@ def test_the_choice_does_not_depend_on_the_batch():
 
 
 def in_rows(target, C: int = 20, last: bool = True, **options) -> list:
-    """Arguments whose gradient pixels gather in the deterministic mode."""
+    """Arguments for which the deterministic mode gathers the gradient pixel by pixel."""
     args = list(make(target, C=C, **options))
     args[0] = channels_last(args[0]) if last else args[0]
     return args
@@ -473,7 +476,7 @@ def in_rows(target, C: int = 20, last: bool = True, **options) -> list:
 @pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
 @pytest.mark.parametrize("batches", [{}, dict(inputs=1), dict(grids=1)], ids=["each its own", "one input", "one grid"])
 def test_pixels_gather_what_atomics_would_add(triton_target, mode, dim, last, batches, monkeypatch):
-    """Many channels: whatever the padding, the gradient is the definition's, and its bits are the same each time."""
+    """With many channels the gathered gradient equals the reference for every padding, with the same bits each time."""
     monkeypatch.setattr("sonde.grid._device.layout.FEW", 0)
     paddings = ("zeros", "border", "reflection")
     for padding, align in product(paddings, (False, True)) if dim == 2 else zip(paddings, (last, mode == "nearest", not last)):
@@ -489,7 +492,7 @@ def test_pixels_gather_what_atomics_would_add(triton_target, mode, dim, last, ba
 
 @pytest.mark.parametrize("samples", [1, 63, 64, 65, 128, 129, 700])
 def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
-    """All in one cell, a few in the next, and some that see nothing; the order of additions is that of the samples."""
+    """A cell with most of the samples is gathered in pieces, next to a cell with a few and samples outside: the sum is complete."""
     g = torch.Generator().manual_seed(samples)
     input = channels_last(torch.randn(2, 16, 4, 5, generator=g, dtype=torch.float64)).to(triton_target.device)
     crowd = 0.1 + 0.1 * torch.rand(2, samples, 1, 2, generator=g, dtype=torch.float64)
@@ -503,7 +506,8 @@ def test_cells_with_many_samples_are_gathered_in_pieces(triton_target, samples):
 
 
 def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
-    """Crowds that many programs have a part of, among samples here and there and some that see nothing."""
+    """Each cell lists its samples in ascending order, also in crowded cells that several programs fill, among stray samples and
+    samples outside."""
     gathers, gpu = (pytest.importorskip(f"sonde.{name}") for name in ("grid.grid_sample.gpu_gather", "jit.launch"))
     launched = {}
     bind = gpu.bind
@@ -529,7 +533,7 @@ def test_samples_of_a_cell_are_in_their_order(triton_target, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_traced(target):
-    """A trace holds the operator, also if it is of a kind that was called before."""
+    """torch.jit.trace records the operator, also when the call cache already holds this kind of call."""
     args = make(target, C=2, dtype=torch.float32)[:2]
     known = call(target)(*args, "bilinear", "zeros", False)
     traced = torch.jit.trace(lambda *args: call(target)(*args, "bilinear", "zeros", False), args)
@@ -538,7 +542,7 @@ def test_traced(target):
 
 
 def test_a_pass_is_decided_once(triton_target, monkeypatch):
-    """A second call of the same kind prepares nothing; another layout is another kind."""
+    """A second call with the same shapes and layout prepares nothing; a call with another layout does."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     decided = []
     for phase in ("forward_pass", "backward_pass"):
@@ -554,7 +558,7 @@ def test_a_pass_is_decided_once(triton_target, monkeypatch):
 
 
 def test_result_beyond_32_bits(target):
-    """Results whose channels lie more than 2³¹ elements apart are addressed with 64 bits (nothing is computed there)."""
+    """Results whose channels are more than 2³¹ elements apart are addressed with 64 bits (nothing is computed in that range)."""
     gpu = pytest.importorskip("sonde.grid.grid_sample.gpu")
     for C, side, wide in ((1, 1 << 14, False), (3, 1 << 14, False), (3, 1 << 15, True), (9, 1 << 14, True)):
         input, grid = torch.empty(1, C, 8, 8, device="meta"), torch.empty(1, side, side, 2, device="meta")
@@ -577,12 +581,12 @@ def test_align_corners_none_warns_as_torch_does():
     with pytest.warns(UserWarning, match="align_corners"):
         out = sonde.compat.torch.grid_sample(input, grid)
     torch.testing.assert_close(out, F.grid_sample(input, grid, align_corners=False))
-    graph = torch.compile(sonde.compat.torch.grid_sample, fullgraph=True, backend="eager")  # which a warning would break
+    graph = torch.compile(sonde.compat.torch.grid_sample, fullgraph=True, backend="eager")  # a warning would break the graph
     torch.testing.assert_close(graph(input, grid), out)
 
 
 class Warp(torch.nn.Module):
-    """A spatial transformer: a small network predicts a flow, by which another one's features are sampled."""
+    """A spatial transformer: a small network predicts a flow that samples another network's features."""
 
     def __init__(self):
         super().__init__()
@@ -609,7 +613,7 @@ def train(steps=2):
 
 @pytest.mark.parametrize("impl", ["triton", "numba"])
 def test_drop_in_trains_to_the_same_loss(impl, monkeypatch):
-    """F.grid_sample replaced in a model that knows nothing of it: the same losses; in deterministic mode, the same bits twice."""
+    """Replacing F.grid_sample in an unmodified model gives the same losses, and in deterministic mode the same bits twice."""
     pytest.importorskip(impl)
     if Target(impl).device != "cpu":
         pytest.skip("the model is on the CPU")
@@ -647,7 +651,7 @@ if given is not None:
         return input, grid, mode, padding, align
 
     def away_from_kinks(input, grid, mode, padding, align):
-        """No sample so near to a place where value or derivative jump that rounding decides on its side."""
+        """No sample is so close to a jump of value or derivative that rounding could pick the side."""
         n = torch.tensor(input.shape[:1:-1])
         x = (grid + 1) / 2 * (n - 1) if align else ((grid + 1) * n - 1) / 2
         return bool((((2 * x) - (2 * x).round()).abs() > 1e-9)[..., n > align].all())
@@ -668,7 +672,7 @@ if given is not None:
     @settings(max_examples=300)
     @any_parameters
     def test_any_parameters_interpreted(args):
-        """Nor do the kernels, line by line."""
+        """The same for the kernels, in the interpreter."""
         pytest.importorskip("triton")
         if not Target("triton").interpreted:
             pytest.skip("the tensors are on the CPU")
@@ -724,7 +728,7 @@ def test_messages(wrong, kind, words, monkeypatch):
 
 
 def test_no_thread_is_harmed(numba_target):
-    """A forked child samples as its parent does."""
+    """A forked child can sample, like its parent."""
     args = make(numba_target)
     want = call(numba_target)(*args)
     assert torch.equal(torch.tensor(in_child(lambda: call(numba_target)(*args).tolist()), dtype=torch.float64), want)

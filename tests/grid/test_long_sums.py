@@ -1,4 +1,4 @@
-"""Sums of any number of terms, in every direction that an operator adds up: no worse than 2e-6, or than 4 times the reference."""
+"""Sums of any number of terms, in every direction an operator adds: within 2e-6, or within 4 times the reference's error."""
 
 import math
 
@@ -15,7 +15,7 @@ CHANNELS_LAST = torch.channels_last
 
 
 class Terms:
-    """Operands whose sums have equal terms, where rounding errors all go one way, or random ones."""
+    """Operands whose sums have random terms or equal ones; with equal terms rounding errors all go one way."""
 
     def __init__(self, equal: bool) -> None:
         self.equal, self.g = equal, torch.Generator().manual_seed(0)
@@ -24,16 +24,16 @@ class Terms:
         return torch.full(shape, 0.7713) if self.equal else torch.randn(shape, generator=self.g)
 
     def images(self, *shape: int) -> Tensor:
-        """Pixels differ, channels may not."""
+        """With equal terms, pixels differ but channels do not."""
         of_pixel = 0.7713 + 0.31 * torch.arange(math.prod(shape[2:])) % 1.7
         return of_pixel.view(1, 1, *shape[2:]).expand(shape).contiguous() if self.equal else torch.randn(shape, generator=self.g)
 
     def rows(self, B: int, S: int, *more: int) -> Tensor:
-        """Those of a pyramid."""
+        """The rows of a feature pyramid."""
         return self.images(B, math.prod(more), S).transpose(1, 2).reshape(B, S, *more).contiguous()
 
     def places(self, *shape: int) -> Tensor:
-        """Within ±½, at multiples of 1/64, of which float32 computes positions exactly."""
+        """Coordinates within ±½ at multiples of 1/64, whose pixel positions float32 computes exactly."""
         return (
             torch.full(shape, 0.125) if self.equal else ((torch.rand(shape, generator=self.g) * 2 - 1) * 16).floor() / 32 + 1 / 64
         )
@@ -72,7 +72,7 @@ def grid(t: Terms, C=3, P=4, mode="bilinear", layout=torch.contiguous_format, vo
     return lambda x, at, impl: sonde.grid_sample(x, at, mode=mode, impl=impl), given
 
 
-# what makes operands with n terms in some direction, for Numba, and how many there are; the second number is for the interpreter
+# a function that makes operands with n terms in one direction, n for Numba, and n for the interpreter
 LONG = {
     "sample_sum over samples": (lambda t, n: sample_sum(t, D=n), 100_000, 4000),
     "sample_sum over queries": (lambda t, n: sample_sum(t, Q=n), 50_000, 0),
@@ -116,10 +116,10 @@ def check(impl: str, device: str, function, args, exempt: bool = False) -> None:
     got, got_grads = value_and_grads(lambda *a: function(*a, impl=impl), args, cotangent)
     results = zip([*got, *got_grads], [*want, *want_grads], [*lossy, *lossy_grads], strict=True)
     for i, (a, b, c) in enumerate(results):
-        if i == 1 and exempt:  # atomic additions
+        if i == 1 and exempt:  # summed by atomic additions
             continue
         scale, found, of_reference = b.norm().item(), (a.double() - b).norm().item(), (c.double() - b).norm().item()
-        scattered = i == 1  # there the reference itself adds one by one
+        scattered = i == 1  # here the reference itself adds terms one by one
         bound = 2e-6 * scale if scattered else max(2e-6 * scale, 4 * of_reference)
         assert found <= bound, f"{'value' if i == 0 else f'gradient {floats(args)[i - 1]}'}: {found / scale:.2e} of its norm"
 
@@ -135,13 +135,14 @@ def test_on_cpus(name, equal, numba_target):
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
 @pytest.mark.parametrize("name", [name for name, (_, _, n) in LONG.items() if n])
 def test_in_triton(name, equal, triton_target):
-    """In the deterministic mode the scattered gradient is no exception. (``logits`` have more terms than registers on a GPU.)"""
+    """In the deterministic mode the scattered gradient is held to the bar, too. (``logits`` have more terms than registers on a
+    GPU.)"""
     make, _, n = LONG[name]
     with deterministic():
         check("triton", triton_target.device, *make(Terms(equal), n))
 
 
-# no more terms than it takes to compensate
+# just enough terms that sums are compensated
 SHORT = {
     "sample_sum over samples": 520,
     "sample_sum over channels": 4100,
@@ -162,7 +163,7 @@ def test_in_triton_briefly(name, triton_target):
 
 @pytest.mark.parametrize(("slices", "points"), [(1, 20), (3, 20), pytest.param(1, 2000, marks=pytest.mark.slow)])
 def test_slices_of_an_anchor(slices, points, triton_target, monkeypatch):
-    """Sums over samples and over slices of them are compensated where the host says so, and right where it says otherwise."""
+    """Sums over samples and over slices of them are within the bar whether or not the host asks for compensation."""
     from sonde.grid.deformable_aggregation import gpu, gpu_configs
 
     monkeypatch.setattr(gpu, "slices_of", lambda A, N: slices)
@@ -174,7 +175,7 @@ def test_slices_of_an_anchor(slices, points, triton_target, monkeypatch):
 
 @pytest.mark.parametrize("terms", [1000, 10_000, 100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_equal_terms_that_add_up_to_a_thousand(terms, numba_target):
-    """What was found: 9e-6, 4e-5 and 4e-4 of the sum were lost, and of a million terms nearly a hundredth."""
+    """Regression: without compensation 9e-6, 4e-5 and 4e-4 of the sum were lost, and with a million terms nearly 1 %."""
     images, samples = torch.ones(1, 4, 4, 4), torch.zeros(1, 1, terms, 2)
     out = sonde.sample_sum(images, samples, torch.full((1, 1, 1, terms), 1000 / terms), impl="numba")
     exact = torch.tensor(1000 / terms).double().item() * terms
@@ -183,7 +184,7 @@ def test_equal_terms_that_add_up_to_a_thousand(terms, numba_target):
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_crowds_among_others(share, numba_target):
-    """Samples that meet at one pixel are counted among those that do not, wherever in the order they come."""
+    """Samples that share a pixel are all counted, wherever they stand among the other samples."""
     g = torch.Generator().manual_seed(0)
     for C, layout in ((2, torch.contiguous_format), (20, torch.contiguous_format), (20, CHANNELS_LAST)):
         x = torch.randn(1, C, 30, 40, generator=g).contiguous(memory_format=layout)

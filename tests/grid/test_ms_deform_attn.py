@@ -1,4 +1,4 @@
-"""``ms_deform_attn``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
+"""``ms_deform_attn`` compared with independent implementations, plus the cases only this operator can get wrong."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -37,7 +37,7 @@ def close(got, want):
 
 
 def with_grid_sample(value, shapes, starts, locations, weights, logits):
-    """By F.grid_sample, head by head and level by level."""
+    """The definition by F.grid_sample, head by head and level by level."""
     if logits:
         weights = weights.flatten(3).softmax(-1).view(weights.shape)
     heads = []
@@ -53,13 +53,13 @@ def with_grid_sample(value, shapes, starts, locations, weights, logits):
 
 
 def corners(x, size):
-    """The pixels of an axis beside position x that there are, and their weights."""
+    """The existing pixels on either side of position x along one axis, and their weights."""
     x0 = x.detach().floor()
-    return [(int(i), weight) for i, weight in ((x0, 1 - (x - x0)), (x0 + 1, x - x0)) if 0 <= i < size]  # none beside NaN
+    return [(int(i), weight) for i, weight in ((x0, 1 - (x - x0)), (x0 + 1, x - x0)) if 0 <= i < size]  # NaN has none
 
 
 def by_loops(value, shapes, starts, locations, weights, logits):
-    """One sample, one pixel at a time, as the formula has it; autograd differentiates what is used."""
+    """The formula as plain loops over samples and pixels; autograd differentiates what is used."""
     B, Q, heads, _, P = weights.shape
     D, rows = value.shape[3], []
     for b, q, head in torch.cartesian_prod(*map(torch.arange, (B, Q, heads))).tolist():
@@ -76,7 +76,7 @@ def by_loops(value, shapes, starts, locations, weights, logits):
     return torch.stack(rows).view(B, Q, heads * D)
 
 
-# ---- independent truths -------------------------------------------------------------------------------------------------------
+# ---- independent implementations ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logits", [False, True])
@@ -88,7 +88,7 @@ def test_grid_sample(impl, logits):
 
 @pytest.mark.parametrize("logits", [False, True])
 def test_loops(impl, logits):
-    """The formula, taken literally: a sample without a finite location, and a corner that is missing, are never looked at."""
+    """Matches the formula as plain loops, where samples with a non-finite location and missing corners are never read."""
     args = make(impl, B=1, logits=logits, layout="hostile", levels=((5, 3), (1, 4), (2, 2)))
     close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(by_loops, args))
 
@@ -116,14 +116,14 @@ def test_linear_in_value_and_weights(impl):
 
 @pytest.mark.parametrize("logits", [False, True])
 def test_partition_of_unity(impl, logits):
-    """A constant value gives itself wherever all corners are inside, since the weights of a head sum to one."""
+    """A constant value comes back unchanged wherever all corners are inside, since the weights of a head sum to one."""
     value, shapes, starts, locations, weights, _ = make(impl, torch.float32, H=8, W=8, layout="inside", logits=logits)
     out = OPERATOR.call(impl)(torch.ones_like(value), shapes, starts, 0.25 + 0.5 * locations, weights, logits)
     torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-6, atol=0)
 
 
 def test_permutations(impl):
-    """Queries and heads may be renamed, points of a level reordered; levels too, with their rows, wherever these lie."""
+    """Permuting queries or heads permutes the result; reordering points of a level, or levels with their rows, changes nothing."""
     value, shapes, starts, locations, weights, logits = args = make(impl, levels=((5, 3), (4, 7)))
     fn = OPERATOR.call(impl)
     out = fn(*args)
@@ -140,7 +140,7 @@ def test_permutations(impl):
 
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_every_sample_counts_once(impl, mode):
-    """All samples on one pixel: its gradient is their number, exactly."""
+    """With all samples on one pixel, the pixel's gradient is exactly the number of samples."""
     Q = 40 if impl.interpreted else 3000
     value = torch.zeros(1, 9, 1, 1, device=impl.device, requires_grad=True)
     locations, weights = (torch.full((1, Q, 1, 1, *shape), 0.5, device=impl.device) for shape in ((2, 2), (2,)))
@@ -155,14 +155,14 @@ def test_every_sample_counts_once(impl, mode):
 
 
 def test_logits_are_softmax_before(impl):
-    """The softmax inside is the softmax outside, for samples outside of the image too, and through both derivatives."""
+    """The fused softmax equals a softmax before the call, also for samples outside the image, in both derivatives."""
     args = make(impl, layout="hostile", logits=True)
     before = lambda v, s, t, x, w, _: OPERATOR.call(impl)(v, s, t, x, w.flatten(3).softmax(-1).view(w.shape), False)
     close(value_and_grads(OPERATOR.call(impl), args), value_and_grads(before, args))
 
 
 def test_logits_of_any_size(impl):
-    """Huge logits neither overflow nor vanish; one of −inf has no share and a zero gradient."""
+    """Huge logits neither overflow nor vanish; a logit of −inf has weight zero and a zero gradient."""
     value, shapes, starts, locations, weights, _ = make(impl, torch.float32, logits=True, layout="inside")
     for offset in (-3e4, 3e4):
         moved = weights.mul(2**-3).round().add(offset)  # so that the sum is exact
@@ -181,7 +181,8 @@ def test_logits_of_any_size(impl):
 
 @pytest.mark.parametrize(("B", "heads"), [(1, 5), (3, 3), (1, 1)])
 def test_tasks_of_any_number_of_heads(numba_target, B, heads):
-    """Tasks own several heads of the gradient or parts of one, and it comes with the others or alone: in the same bits."""
+    """A task may own several heads of the gradient or part of one, and the gradient may be computed with the others or alone: the
+    bits are the same."""
     args, found = make(numba_target, torch.float32, B=B, heads=heads, C=37, Q=40), []
     for threads in (1, 2, 4, 16):
         torch.set_num_threads(threads)
@@ -197,7 +198,7 @@ def test_tasks_of_any_number_of_heads(numba_target, B, heads):
 
 
 def test_number_of_threads_changes_meanwhile(numba_target, monkeypatch):
-    """Who adds what to a gradient is decided once: no sample counts twice."""
+    """If the number of threads changes during a call, the split of the work does not: no sample counts twice."""
     args = make(numba_target, torch.float32, B=1, heads=1, C=37, Q=40)
     want = value_and_grads(OPERATOR.call(numba_target), args)
     for numbers in ((1, 16), (16, 1)):
@@ -210,7 +211,7 @@ def test_number_of_threads_changes_meanwhile(numba_target, monkeypatch):
 
 @pytest.mark.parametrize("W", [25, 50, 100])
 def test_centres_of_pixels(impl, W):
-    """A location that is the centre of a pixel, as rounded, is in the cell that begins there: gradients of the next are others."""
+    """A location that rounds to a pixel centre belongs to the cell that begins there; the next cell would give other gradients."""
     g = torch.Generator().manual_seed(0)
     value, weights = torch.randn(1, W, 1, 20, generator=g), torch.rand(1, W, 1, 1, 1, generator=g)
     locations = torch.stack([(torch.arange(W) + 0.5) / W, torch.full((W,), 0.5)], -1).view(1, W, 1, 1, 1, 2)
@@ -224,7 +225,8 @@ def test_centres_of_pixels(impl, W):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("P", "D", "logits"), [(1, 32, 0), (2, 20, 1), (3, 7, 0), (4, 32, 1), (8, 66, 0), (9, 16, 0)])
 def test_many_queries(triton_target, monkeypatch, P, D, logits, dtype):
-    """Then one thread finds a sample for others, which have parts of the samples in turn, and bfloat16 comes in pairs."""
+    """With many queries one thread computes each sample's position for the others, in slices of the samples, and bfloat16 is read
+    in pairs."""
     from sonde.grid.ms_deform_attn import gpu_configs
 
     monkeypatch.setattr(gpu_configs, "FEW", 0)
@@ -238,7 +240,7 @@ def test_many_queries(triton_target, monkeypatch, P, D, logits, dtype):
 @pytest.mark.parametrize(("H", "W"), [(1, 1), (1, 2), (2, 1), (3, 2), (5, 4)])
 @pytest.mark.parametrize("P", [2, 3, 4, 8, 13])
 def test_points_that_meet(triton_target, monkeypatch, P, H, W, few):
-    """Of a query's points that meet at a pixel one adds for all. Here all do, at centres and edges of pixels and outside, too."""
+    """Points of a query on the same pixel are added once, together. Here all share pixels, at centres, at edges and outside."""
     from sonde.grid.ms_deform_attn import gpu_configs
 
     monkeypatch.setattr(gpu_configs, "FEW", few)
@@ -263,10 +265,10 @@ def test_no_channels_of_many_queries(triton_target, monkeypatch, dtype):
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
-    """It spoils the pixels around its own point and none around the next one."""
+    """A non-finite weight spoils the pixels around its own point and no others."""
     value, weights = torch.ones(1, 12, 1, 4), torch.ones(1, 1, 1, 1, 4)
     weights[..., 1] = wrong
-    x = torch.tensor([1.25, 4.25, 6.25, 9.25]) / 12  # the second has pixels 3 and 4, the third 5 and 6
+    x = torch.tensor([1.25, 4.25, 6.25, 9.25]) / 12  # the second reads pixels 3 and 4, the third 5 and 6
     args = [value, ((1, 12),), None, torch.stack([x, torch.full((4,), 0.5)], -1).view(1, 1, 1, 1, 4, 2), weights, False]
     args = [t.to(impl.device) if isinstance(t, torch.Tensor) else t for t in args]
     _, grads = value_and_grads(OPERATOR.call(impl), args)
@@ -276,7 +278,7 @@ def test_a_weight_that_is_no_number_stays_where_it_is(impl, wrong):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_values_at_any_address(triton_target, offset, dtype):
-    """Two numbers are read at a time only where they lie so."""
+    """Values are read two at a time only where their address is aligned for it."""
     from sonde.grid._pyramid.gpu_levels import layout_of
 
     value, *others = make(triton_target, dtype, C=8)[:-1]
@@ -288,7 +290,7 @@ def test_values_at_any_address(triton_target, offset, dtype):
 
 
 def test_absent_samples(impl):
-    """Samples far outside or not a number read nothing and get nothing, whatever their weights."""
+    """Samples far outside or NaN read nothing and get zero gradients, whatever their weights."""
     value, shapes, starts, locations, weights, _ = make(impl, D=7, L=1, layout="inside")
     want = OPERATOR.call(impl)(value, shapes, starts, locations[..., :1, :], weights[..., :1], False)
     away = [(1e7, 0.5), (-1e7, 0.5), (0.5, 3.4e38), (torch.nan, 0.5), (0.5, -torch.inf), (0.5, 1.5)]
@@ -302,7 +304,7 @@ def test_absent_samples(impl):
 
 
 def test_nothing_else_is_read(impl):
-    """A pixel that no sample of its head touches may be anything."""
+    """Pixels that no sample of their head touches may hold anything."""
     value, shapes, starts, locations, weights, _ = make(impl, B=1, levels=((4, 4),), layout="inside")
     locations = 0.25 + 0.25 * locations  # pixels 0 to 2 along either axis
     locations[:, :, 1] += 0.25  # and 1 to 3
@@ -315,7 +317,7 @@ def test_nothing_else_is_read(impl):
 
 
 def test_levels_in_any_words(impl):
-    """Tuples, lists and CPU tensors of either width say the same, with or without the running sum."""
+    """Levels given as tuples, lists or int32 or int64 CPU tensors, with or without starts, give the same result."""
     value, shapes, _, locations, weights, logits = make(impl, levels=((5, 3), (4, 7)))
     fn = lambda shapes, starts: OPERATOR.call(impl)(value, shapes, starts, locations, weights, logits)
     want, starts = fn(shapes, None), (0, 15)
@@ -342,7 +344,7 @@ WILD = [  # two levels of 30 rows together: sizes, starts
 @pytest.mark.parametrize("logits", [False, True])
 @pytest.mark.parametrize(("sizes", "starts"), WILD)
 def test_tensors_that_point_outside_read_nothing(impl, sizes, starts, logits):
-    """What nobody on the host has looked at is masked by the number of rows, forwards and backwards."""
+    """Level tensors that the host never checked are masked by the number of rows, in both passes."""
     value, _, _, locations, weights, _ = make(impl, torch.float32, levels=((3, 5), (3, 5)), layout="hostile", logits=logits)
     sizes, starts = (torch.tensor(x, device=impl.device) for x in (sizes, starts))
     args = [redzone(value), sizes, starts, locations, weights, (), logits]
@@ -355,7 +357,7 @@ def test_tensors_that_point_outside_read_nothing(impl, sizes, starts, logits):
 
 
 def test_tensors_stay_tensors_in_a_graph(impl):
-    """One graph for every content of the tensors, which is not looked into while tracing."""
+    """One graph serves any contents of the level tensors: tracing does not read them."""
     torch._dynamo.reset()
     value, shapes, _, locations, weights, logits = make(impl, torch.float32, levels=((5, 3), (4, 7)))
     compiled = torch.compile(OPERATOR.call(impl), fullgraph=True, backend="aot_eager")
@@ -371,7 +373,7 @@ def test_tensors_stay_tensors_in_a_graph(impl):
 
 
 def test_traces_leave_nothing_behind():
-    """Sizes of a trace are symbols or tensors: no part of what is remembered of levels."""
+    """Sizes seen while tracing, symbols or tensors, do not enter the cache of checked levels."""
     args = make(Target("numba"), torch.float32)
     function = lambda value, locations, weights: sonde.ms_deform_attn(value, args[1], None, locations, weights, impl="reference")
     given = [args[0], *args[3:5]]
@@ -388,7 +390,7 @@ if given is not None:
 
     @given(st.data())
     def test_any_sizes(target, data):
-        """No number of levels, points, heads or channels is special."""
+        """Random numbers of levels, points, heads and channels."""
         few = 2 if target.interpreted else 4
         sizes = {k: data.draw(st.integers(0, few), label=k) for k in ("B", "Q", "D", "heads")}
         sizes["C"] = data.draw(st.integers(0, 35), label="C")
@@ -441,7 +443,7 @@ def test_messages(case, monkeypatch):
 
 
 def test_what_was_accepted_is_not_accepted_for_ever():
-    """Checks that are remembered tell rows, levels and kinds of numbers apart."""
+    """Cached checks distinguish rows, levels and dtypes: an accepted call does not let a wrong one through."""
     args = make(Target("reference"), torch.float32)
     fn = OPERATOR.call("auto")
     fn(*args)

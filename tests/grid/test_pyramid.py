@@ -1,4 +1,4 @@
-"""The kernels on feature pyramids: every configuration that a search may try, levels that only the device knows, slices."""
+"""Feature-pyramid kernels: every candidate configuration, levels that only the device knows, slices."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ABSURD = [*WRONG, 2**15, 2**31 - 1, -(2**31), 2**40, -(2**62), 2**63 - 1]
 
 
 def told_by_tensors(operator: Operator, target: Target, **options) -> list:
-    """Arguments of the schema, with levels that the host knows nothing of."""
+    """The registered operator's arguments, with levels as device tensors that the host has not read."""
     *others, levels, flag = operator.registered(*operator.make("odd_sizes", device=target.device, **options))
     table = torch.tensor(levels, device=target.device).view(*others[4].shape[3:-1], 3)
     return [redzone(others[0]), table[..., :2], table[..., 2], *map(redzone, others[3:]), (), flag]
@@ -44,7 +44,7 @@ def expected(operator: Operator, args) -> list:
 
 @pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 def test_graphs_are_decided_once(operator, triton_target, monkeypatch):
-    """The dispatcher hands the levels over as a list; calls from a graph are calls of one kind nevertheless."""
+    """Calls from a graph, where the dispatcher passes the levels as a list, hit the call cache like any other."""
     gpu, decided = operator.kernels("triton"), []
     for phase in ("forward_pass", "backward_pass"):
         real = getattr(gpu, phase)
@@ -59,7 +59,8 @@ def test_graphs_are_decided_once(operator, triton_target, monkeypatch):
 @pytest.mark.interpreted(True)
 @pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 def test_levels_on_the_host_are_read_by_each_call(operator, triton_target, monkeypatch):
-    """Traced graphs bring the levels as a CPU's tensors beside a GPU's; other numbers in them are other levels."""
+    """Traced graphs may pass the levels as CPU tensors beside GPU tensors; each call reads them again, since they may have
+    changed."""
     from sonde.grid._pyramid import gpu as passes
 
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
@@ -69,7 +70,7 @@ def test_levels_on_the_host_are_read_by_each_call(operator, triton_target, monke
     assert same_bits(value_and_gradients(gpu, args), want)
     run = decide(gpu, args)
     first = run(*args)
-    args[2] = args[2] + 10**6  # every level behind the rows: nothing is there
+    args[2] = args[2] + 10**6  # every level starts past the last row: nothing is read
     assert not run(*args).any()
     args[2] = args[2] - 10**6
     assert same_bits([run(*args)], [first])
@@ -77,7 +78,7 @@ def test_levels_on_the_host_are_read_by_each_call(operator, triton_target, monke
 
 
 def test_the_table_of_levels_is_found_once(triton_target):
-    """The first call writes it; when that is over, later ones look nowhere, whichever thread they come from."""
+    """The first call writes the table of levels; once that is done, later calls return the same tensor without a lookup."""
     from sonde.grid._pyramid import gpu_levels
 
     find = gpu_levels.LevelTable((3, 5, 0, 2, 2, 15), torch.device(triton_target.device, 0 if HAS_GPU else None))
@@ -92,7 +93,8 @@ def test_the_table_of_levels_is_found_once(triton_target):
 @pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 @pytest.mark.parametrize("case", ["odd_sizes", "logits", "zeros"])
 def test_candidates_agree_with_the_reference(operator, case, triton_target, monkeypatch):
-    """Whatever a search finds is right: candidates from both ends of the list, on the tensors that a call hands to the kernels."""
+    """Any configuration a search may pick is right: candidates from both ends of the list, on the tensors a call passes to the
+    kernels."""
     if case not in operator.cases.SMALL:
         pytest.skip("an option of the other operator")
     monkeypatch.setattr(bench, "time_us", lambda run, *args, **keywords: (1.0,))
@@ -105,7 +107,7 @@ def test_candidates_agree_with_the_reference(operator, case, triton_target, monk
 
     monkeypatch.setattr(Tunable, "bind", noted)
     with sonde.jit.settings.set(sonde.jit.PickAny):
-        sonde.jit.winners.forget()  # so that this call binds
+        sonde.jit.winners.forget()  # so that this call prepares its launch again
         args = leaves(operator.make(case, device=triton_target.device))
         out = operator.call("triton")(*args)
         torch.autograd.grad(out, [args[i] for i in floats(args)], cotangents([out]))
@@ -125,8 +127,9 @@ def test_candidates_agree_with_the_reference(operator, case, triton_target, monk
 @pytest.mark.parametrize("operator", PYRAMIDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_levels_that_only_the_device_knows(operator, dtype, triton_target):
-    """They give the bits of those that the host knows, strided or not. But a GPU adds up the features' gradient in whatever order,
-    and has machine code of its own for each, of which the aggregation's fuses other products with sums."""
+    """Device-side levels, strided or not, give the same bits as levels the host knows. On a GPU two results are only close: the
+    features' gradient, whose order of additions is not fixed, and the aggregation's value, where the compiler fuses different
+    products and sums."""
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target)
     shapes, starts = args[1].to(dtype), args[2].to(dtype)
     levels = tuple(torch.cat([shapes, starts[..., None]], -1).flatten().tolist())
@@ -148,14 +151,14 @@ def test_levels_that_only_the_device_knows(operator, dtype, triton_target):
 @pytest.mark.parametrize("values", [pytest.param(WRONG, marks=pytest.mark.slow, id="wrong"), pytest.param(ABSURD, id="absurd")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_outside_is_read_whatever_tensors_say(operator, values, seed, dtype, triton_target):
-    """Levels that overlap, leave the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
+    """Levels that overlap, run past the rows or are absurd: what lies within the rows counts, and nothing else is touched."""
     gpu, args = operator.kernels("triton"), told_by_tensors(operator, triton_target, dtype=dtype)
     g = torch.Generator().manual_seed(seed)
     for i in (1, 2):
         bad = torch.tensor(values)[torch.randint(len(values), args[i].shape, generator=g)].to(args[i].device)
         args[i] = torch.where(torch.rand(args[i].shape, generator=g).to(args[i].device) < 0.4, bad, args[i])
     got, want = value_and_gradients(gpu, args), expected(operator, args)
-    if values is WRONG:  # the reference's own sums overflow where numbers are absurd
+    if values is WRONG:  # the reference itself overflows on absurd numbers
         bound = 1e-5 if dtype == torch.float32 else 1e-2
         for a, b in zip(got, want):
             torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
@@ -165,7 +168,7 @@ def test_nothing_outside_is_read_whatever_tensors_say(operator, values, seed, dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_level_wider_than_all_rows(triton_target, dtype):
-    """Of its two rows of pixels the ends lie within the features, and offsets between them do not fit into 32 bits."""
+    """A level of two rows of pixels whose ends lie within the features, but whose internal offsets do not fit into 32 bits."""
     C, S, W = 64, 100, 2**25
     device, level, features = triton_target.device, torch.tensor([[2, W]]), torch.ones(1, S, C, dtype=dtype)
     place, start = torch.tensor([10 / W, 0.5]), torch.tensor([2 - W])
@@ -179,7 +182,7 @@ def test_a_level_wider_than_all_rows(triton_target, dtype):
 
 @pytest.mark.slow
 def test_numbers_that_came_past_the_checks(triton_target):
-    """A registered operator may be called with any numbers; they are masked as tensors are."""
+    """The registered operator may be called with any numbers, unchecked; the kernels mask them as they mask tensors."""
     for operator in PYRAMIDS:
         *others, levels, flag = operator.registered(*operator.make("odd_sizes", device=triton_target.device))
         levels = (levels[0] + 3, *levels[1:5], levels[5] + 50, *levels[6:])
@@ -190,7 +193,7 @@ def test_numbers_that_came_past_the_checks(triton_target):
 
 
 def test_slices_of_an_anchor(triton_target):
-    """Few anchors of many points: their partial sums are added up in a fixed order, whatever the batch."""
+    """With few anchors of many points, the partial sums are added in a fixed order, whatever the batch."""
     operator = OPERATORS["deformable_aggregation"]
     sizes = dict(C=3, H=4, W=5, Q=1, D=150, heads=2, cams=2, L=1)
     args = operator.make(B=2, **sizes, device=triton_target.device)
@@ -207,7 +210,7 @@ def test_slices_of_an_anchor(triton_target):
 
 
 def test_deterministic_gradient_of_levels_that_overlap(triton_target):
-    """A row that two levels share has the gradients of both."""
+    """A row shared by two levels gets the gradients of both."""
     operator = OPERATORS["ms_deform_attn"]
     args = told_by_tensors(operator, triton_target)
     args[2] = torch.zeros_like(args[2])

@@ -1,4 +1,4 @@
-"""What is special about ``sample_attention``: one softmax over views, masks, large logits, values of their own."""
+"""What is special about ``sample_attention``: one softmax over views, masks, large logits, separate values."""
 
 import math
 
@@ -40,7 +40,7 @@ def compare(target, args, bound, want=None, **how):
 
 
 def plain(images, samples, queries, values, scale, mask):
-    """By ``F.grid_sample`` and ``F.scaled_dot_product_attention``, which know nothing of this library."""
+    """The definition by ``F.grid_sample`` and ``F.scaled_dot_product_attention``, without this library."""
     B, V = images.shape[:2]
 
     def taken(x):
@@ -57,7 +57,7 @@ def plain(images, samples, queries, values, scale, mask):
 
 @pytest.mark.parametrize("impl", [Target("reference"), Target("triton"), Target("numba")])
 def test_is_attention_over_all_views(impl):
-    """Three views in one softmax, values of their own, a mask and a scale: what torch's attention makes of the taken samples."""
+    """Equals torch's attention over the sampled features: three views in one softmax, separate values, a mask and a scale."""
     g = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
     images, values, queries = normal(2, 3, 6, 5, 7), normal(2, 3, 4, 5, 7), normal(2, 2, 3, 6)
@@ -71,7 +71,7 @@ def test_is_attention_over_all_views(impl):
 
 
 def test_is_what_the_two_operators_make_of_it(target):
-    """``sample_dot``, a softmax and ``sample_sum``, with the positional encoding."""
+    """Equals ``sample_dot``, a softmax and ``sample_sum``, with the positional encoding."""
     images, samples, queries, depths, octaves, *_ = OPERATOR.make("odd_sizes", dtype=torch.float64, device=target.device)
     C = queries.shape[3]
     weights = (sonde.sample_dot(images, samples, queries, depths, octaves) * C**-0.5).softmax(-1)
@@ -84,7 +84,7 @@ def test_is_what_the_two_operators_make_of_it(target):
 
 
 def test_one_view_has_the_bits_of_none(target):
-    """``[B, 1, …]`` and ``[B, …]`` are the same call, channels-last as well."""
+    """``[B, 1, …]`` and ``[B, …]`` give the same bits, also channels-last."""
     for layout in ("contiguous", "channels_last"):
         images, samples, queries, depths, octaves, *_ = OPERATOR.make("odd_sizes", device=target.device)
         images = restride(images, layout)
@@ -99,7 +99,7 @@ def test_one_view_has_the_bits_of_none(target):
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_gradcheck(case, target):
-    """All five gradients, with masks, several views and values of their own."""
+    """All five gradients, with masks, several views and separate values."""
     sizes = dict(B=1, C=2, H=3, W=4, Q=2, D=2, heads=2, octaves=1, layout="uniform")
     sizes |= {k: v for k, v in OPERATOR.cases.SMALL[case].items() if k in ("views", "masked", "C_v")} | dict(views=2)
     args = list(OPERATOR.make(**sizes, dtype=torch.float64, device=target.device, seed=2))
@@ -112,7 +112,7 @@ def test_gradcheck(case, target):
 
 
 def test_masked_is_as_if_it_were_not_there(target):
-    """A masked sample may have any place, depth and pixel, and changes nothing; a query without samples gives zeros."""
+    """A masked sample changes nothing, whatever its position, depth and pixel; a query without samples gives zeros."""
     args = list(OPERATOR.make("masked", device=target.device))
     mask = args[7]
     mask[0, 1] = False
@@ -128,7 +128,7 @@ def test_masked_is_as_if_it_were_not_there(target):
 
 
 def test_samples_outside_take_part(target):
-    """They have logit 0 and value 0: a query that sees one of two samples is half of it where its logit is 0."""
+    """Samples outside the image have logit 0 and value 0: beside one inside with logit 0 they halve the result."""
     images = torch.ones(1, 1, 1, 1, device=target.device)
     samples = torch.tensor([[[[0.0, 0.0], [9.0, 9.0]]]], device=target.device)
     queries = torch.zeros(1, 1, 1, 1, device=target.device)
@@ -141,7 +141,7 @@ def test_samples_outside_take_part(target):
     ("keys", "seen"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.float64)]
 )
 def test_values_have_a_dtype_of_their_own(keys, seen, target):
-    """The result has that of the values; sums are as wide as the widest operand."""
+    """The result has the dtype of the values; sums use the widest operand's."""
     args = list(OPERATOR.make("values", device=target.device))
     args[0], args[5] = redzone(args[0].to(keys)), redzone(args[5].to(seen))
     out, grads = value_and_grads(OPERATOR.call(target), args)
@@ -173,7 +173,7 @@ def test_float32_where_logits_are_below_20(target):
 
 @pytest.mark.parametrize("size", [200, 1e4])
 def test_large_logits_stay_finite(size, target):
-    """The error of weights is that of the logits, which is eps · |logit|."""
+    """The error of the weights is that of the logits, eps · |logit|."""
     args = loud(target, size)
     out, grads = value_and_grads(OPERATOR.call(target), args)
     want = OPERATOR.reference(*[x.double() if isinstance(x, torch.Tensor) else x for x in args])
@@ -182,7 +182,7 @@ def test_large_logits_stay_finite(size, target):
 
 
 def test_all_logits_very_negative(target):
-    """Only differences between logits count: a softmax of −1e4 and −1e4 − 1 is that of 0 and −1."""
+    """Only differences between logits count: the softmax of −1e4 and −1e4 − 1 is that of 0 and −1."""
     images = torch.tensor([[[[1.0, 1.0]], [[2.0, 3.0]]]], device=target.device)  # two pixels: a key and a value
     samples = torch.tensor([[[[-0.5, 0.0], [0.5, 0.0]]]], device=target.device)
     images[0, 0, 0, 1] += 2.0**-13
@@ -194,7 +194,7 @@ def test_all_logits_very_negative(target):
 
 @pytest.mark.parametrize("dims", [(1, 1), (1024, 1), (257, 3)], ids=str)
 def test_any_number_of_samples(dims, target):
-    """One sample, a thousand, and numbers that nothing divides."""
+    """One sample, 1024, and 257 in each of three views."""
     D, views = dims
     if target.interpreted:
         D = min(D, 67)
@@ -206,7 +206,7 @@ def test_any_number_of_samples(dims, target):
 
 
 def test_long_sums_are_compensated(target, monkeypatch):
-    """Equal terms, whose rounding errors all go one way: the sums over samples of all queries and of one."""
+    """Sums of equal terms, where rounding errors all go one way, over the samples of all queries and of one."""
     from sonde.op.cache import forget_calls
 
     D = 3000 if target == "numba" else 400
@@ -227,7 +227,7 @@ def test_long_sums_are_compensated(target, monkeypatch):
         wide, wide_grads = value_and_grads(OPERATOR.reference, [x.double() if isinstance(x, torch.Tensor) else x for x in args])
         assert relative(out[0], wide[0]) <= 2e-6
         assert relative(grads[0], wide_grads[0]) <= 2e-6
-        for a, b in zip(grads[1:], wide_grads[1:]):  # of equal terms these are differences that cancel
+        for a, b in zip(grads[1:], wide_grads[1:]):  # with equal terms these are differences that cancel
             assert same or relative(a, b) <= 4e-6
 
 
@@ -267,7 +267,7 @@ def test_errors():
 
 
 def test_nothing_is_stored(target):
-    """Neither samples nor logits: the largest buffer of the plan is that of a pass's own results."""
+    """Neither sampled features nor logits are stored: the largest buffer in the plan is a result."""
     sizes = dict(B=2, C=64, H=8, W=8, Q=512, D=64, heads=2)
     args = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in OPERATOR.make(**sizes, device=target.device)]
     plan = sonde.explain(OPERATOR.call(target), *args)

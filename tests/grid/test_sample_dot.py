@@ -1,4 +1,4 @@
-"""``sample_dot``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
+"""``sample_dot`` compared with independent implementations, plus the cases only this operator can get wrong."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -38,7 +38,7 @@ def eager(images, samples, queries, depths, num_octaves):
     return out
 
 
-# ---- independent truths -------------------------------------------------------------------------------------------------------
+# ---- independent implementations ----------------------------------------------------------------------------------------------
 
 
 def test_grid_sample_and_einsum(impl):
@@ -70,7 +70,7 @@ def test_scipy(impl):
 
 
 def test_by_hand(impl):
-    """One pixel, one query channel, one octave at a quarter turn: sine is one and cosine nothing."""
+    """One pixel, one query channel, one octave at a quarter turn: the sine is 1 and the cosine 0."""
     new = lambda *x: torch.tensor(x, device=impl.device)
     images = new(1.0, 2.0, 4.0).reshape(1, 3, 1, 1)
     samples = torch.zeros(1, 1, 4, 2, device=impl.device)
@@ -103,7 +103,7 @@ def test_partition_of_unity(impl):
 
 
 def test_permutations(impl):
-    """Queries, heads and samples may be renamed; channels together with those of the queries."""
+    """Permuting queries, heads or samples permutes the result; so do channels, permuted in images and queries alike."""
     images, samples, queries, depths, octaves = make(impl)
     fn = lambda *a: call(impl)(*a, octaves)
     out = fn(images, samples, queries, depths)
@@ -128,7 +128,7 @@ def test_duality_with_sample_sum(impl):
 
 
 def test_period_of_the_encoding(impl):
-    """A whole number of turns changes no bit, at any octave: reduction is exact."""
+    """Adding whole turns changes no bit, at any octave: the range reduction is exact."""
     images, samples, queries, _, octaves = make(impl, torch.float32, octaves=3)
     depths = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(1)).mul(256).round().div(256).to(impl.device)
     fn = lambda d: call(impl)(images, samples, queries, d, octaves)
@@ -137,13 +137,13 @@ def test_period_of_the_encoding(impl):
 
 
 def test_high_octaves_keep_their_precision(target):
-    """Float32 loses 2e-4 at octave 9 without the reduction; with it, the bar of 2e-6 holds at 10 octaves."""
+    """Without range reduction float32 loses 2e-4 at octave 9; with it, 2e-6 holds at 10 octaves."""
     args = OPERATOR.make(B=1, C=0, H=3, W=3, Q=3, D=4, heads=2, octaves=10, layout="one_pixel", device=target.device)
     assert_agrees(OPERATOR, target, args)
 
 
 def test_half_turns(target):
-    """Depths at multiples of half and quarter turns, where the reduction changes sides, agree with the reference."""
+    """Depths at multiples of half and quarter turns, where the range reduction switches branches, agree with the reference."""
     images, samples, queries, _, octaves = OPERATOR.make(
         B=1, C=2, H=3, W=3, Q=2, D=8, heads=1, octaves=2, layout="one_pixel", device=target.device
     )
@@ -155,7 +155,7 @@ def test_half_turns(target):
 
 
 def test_encoding_is_the_same_for_every_head(impl):
-    """Heads differ by their queries alone."""
+    """Heads differ only by their queries."""
     images, samples, queries, depths, octaves = make(impl)
     out = call(impl)(images, samples, torch.zeros_like(queries), depths, octaves)
     assert out.abs().sum() > 0
@@ -179,7 +179,7 @@ def test_depths_of_absent_samples_poison_nothing(impl):
 
 
 def test_absent_queries_of_dead_samples(impl):
-    """Non-finite queries reach the samples that see the image and leave the others zero."""
+    """Non-finite queries reach the samples inside the image; samples outside stay zero."""
     images, samples, queries, _, _ = make(impl, torch.float32, octaves=0)
     samples[:, :, 0] = 0.0
     samples[:, :, 1:] = 5.0
@@ -191,7 +191,7 @@ def test_absent_queries_of_dead_samples(impl):
 
 
 def test_without_octaves_depths_are_not_needed(target):
-    """No depths, or depths that nothing meets: the same values, and their gradient is zero."""
+    """With num_octaves = 0 depths may be missing or NaN: the values stay the same, and the gradient of depths is zero."""
     images, samples, queries, depths, _ = make(target, octaves=0)
     without = call(target)(images, samples, queries)
     (out,), grads = value_and_grads(call(target), (images, samples, queries, depths, 0))
@@ -205,7 +205,7 @@ def test_without_octaves_depths_are_not_needed(target):
 
 
 def test_without_octaves_in_graphs(target):
-    """An absent optional tensor is fine under vmap, compile, export and opcheck."""
+    """A missing optional tensor works under vmap, compile, export and opcheck."""
     images, samples, queries, _, _ = make(target, octaves=0)
     fn = lambda *a: sonde.sample_dot(*a, impl=target.impl)
     want = OPERATOR.reference(images, samples, queries)
@@ -227,7 +227,7 @@ def test_without_octaves_in_graphs(target):
 
 
 def test_encoded_channels_only(target):
-    """Queries without channels leave the encoding alone."""
+    """Queries with no channels besides the encoding's give the encoding alone."""
     args = OPERATOR.make(B=2, C=0, H=4, W=5, Q=3, D=2, heads=2, octaves=2, layout="uniform", device=target.device)
     for mode in (False, True):
         with deterministic(mode), poisoned():
@@ -236,7 +236,8 @@ def test_encoded_channels_only(target):
 
 @pytest.mark.parametrize(("C", "heads", "octaves"), [(1, 1, 0), (20, 1, 3), (31, 5, 1), (33, 17, 0), (128, 4, 10), (16, 2, 24)])
 def test_many_channels_heads_and_octaves(target, C, heads, octaves):
-    """Channel counts around every tile, plain or encoded, heads that are no power of two, in both modes and layouts."""
+    """Channel counts around every tile size, with and without encoding; head counts that are not powers of two; both modes and
+    layouts."""
     args = list(OPERATOR.make(B=1, C=C, H=4, W=3, Q=2, D=2, heads=heads, octaves=octaves, layout="uniform", device=target.device))
     with poisoned():
         assert_agrees(OPERATOR, target, args)
@@ -254,7 +255,7 @@ def test_many_samples(target, D):
 
 
 def test_few_queries_need_not_clear_large_images(triton_target, monkeypatch):
-    """Who fills the images' gradient with zeros is a matter of time only: the queries' kernel, or torch where that is much."""
+    """The images' gradient is cleared by the queries' kernel, or by torch where it is large: the values are the same."""
     form = pytest.importorskip("sonde.grid._epipolar.gpu")
     args = make(triton_target, Q=1)
     for cleared in (0, 1 << 15):
@@ -284,7 +285,7 @@ def test_same_bits_for_both_layouts(target):
     (torch.float64, torch.bfloat16, torch.float64),
 ])  # fmt: skip
 def test_result_is_promoted(impl, images, queries, result):
-    """The result has the promoted dtype of images and queries; the other operands have no say."""
+    """The result has the promoted dtype of images and queries; the other operands do not affect it."""
     made = list(make(impl, torch.float32))
     made[0], made[2] = made[0].to(images), made[2].to(queries)
     assert call(impl)(*made).dtype == result
@@ -311,7 +312,7 @@ def test_result_is_promoted(impl, images, queries, result):
     ],
 )
 def test_messages_of_num_octaves(value, kind, words):
-    """Negative, boolean, fractional, textual, missing or inconsistent: the message says which."""
+    """Negative, boolean, fractional, string, missing or inconsistent values: the message says which."""
     args = make(Target("reference"))
     with pytest.raises(kind, match="sample_dot: ") as caught:
         sonde.sample_dot(*args[:4], value)

@@ -1,4 +1,4 @@
-"""``sample_sum``: truths that neither its reference nor its kernels were made from, and what only it can get wrong."""
+"""``sample_sum`` compared with independent implementations, plus the cases only this operator can get wrong."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -29,7 +29,7 @@ def eager(images, samples, weights):
     return torch.einsum("bhqd,bcqd->bhqc", weights, F.grid_sample(images, samples, align_corners=False))
 
 
-# ---- independent truths -------------------------------------------------------------------------------------------------------
+# ---- independent implementations ----------------------------------------------------------------------------------------------
 
 
 def test_grid_sample_and_einsum(impl):
@@ -55,7 +55,7 @@ def test_scipy(impl):
 
 
 def test_by_hand(impl):
-    """Four pixels, one sample in their middle, one on a pixel, one half outside, one outside."""
+    """Four pixels; one sample in the middle, one on a pixel, one half outside, one outside."""
     images = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]], device=impl.device)
     samples = torch.tensor([[[[0.0, 0.0]], [[-0.5, 0.5]], [[-1.0, 0.5]], [[-1.6, 0.5]]]], device=impl.device)
     out = call(impl)(images, samples, torch.ones(1, 1, 4, 1, device=impl.device))
@@ -93,7 +93,7 @@ def test_adjoint(impl):
 
 
 def test_permutations(impl):
-    """Queries, heads and channels may be renamed, samples of a query reordered."""
+    """Permuting queries, heads or channels permutes the result; reordering the samples of a query changes nothing."""
     images, samples, weights = make(impl)
     fn = call(impl)
     out = fn(images, samples, weights)
@@ -106,7 +106,7 @@ def test_permutations(impl):
 
 
 def test_translation(impl):
-    """Moving the image by a pixel and the samples with it changes nothing inside."""
+    """Shifting the image and the samples by one pixel changes nothing inside."""
     images, samples, weights = make(impl)
     padded = F.pad(images, (1, 2, 3, 4))
     H, W = images.shape[2:]
@@ -160,7 +160,7 @@ def test_absent_samples_poison_nothing(impl):
 
 
 def test_non_finite_pixels_stay_where_they_are(impl):
-    """NaN in the image reaches the samples that read it and no other."""
+    """A NaN in the image reaches the samples that read it and no others."""
     images = torch.zeros(1, 1, 4, 4, device=impl.device)
     images[0, 0, 0, 0] = torch.nan
     samples = torch.tensor([[[[-0.75, -0.75]], [[0.75, 0.75]], [[-2.0, -2.0]]]], device=impl.device)
@@ -169,7 +169,7 @@ def test_non_finite_pixels_stay_where_they_are(impl):
 
 
 def test_outside_pixel_is_absent_not_zero_times(impl):
-    """A sample whose only corner is finite ignores what lies beyond the border, and an edge weight of zero is still a read."""
+    """Of a sample partly outside, only the pixels inside count, by their own weights: those beyond the border add nothing."""
     images = torch.full((1, 1, 1, 1), 2.0, device=impl.device)
     samples = torch.tensor([[[[-0.5, 0.0]]]], device=impl.device)  # x = −¼: a quarter of the sample lies outside
     out = call(impl)(images, samples, torch.ones(1, 1, 1, 1, device=impl.device))
@@ -188,7 +188,7 @@ def test_many_samples(target, D):
 
 @pytest.mark.parametrize(("C", "heads"), [(1, 1), (20, 1), (31, 5), (33, 17), (148, 4), (257, 1)])
 def test_many_channels_and_heads(target, C, heads):
-    """Channel counts around every tile, heads that are no power of two, in both modes and layouts."""
+    """Channel counts around every tile size, head counts that are not powers of two, in both modes and layouts."""
     args = list(OPERATOR.make(B=1, C=C, H=4, W=3, Q=2, D=2, heads=heads, layout="uniform", device=target.device))
     with poisoned():
         assert_agrees(OPERATOR, target, args)
@@ -219,7 +219,7 @@ def images_gradient(function, images, samples, weights):
 
 @pytest.mark.parametrize("mode", [False, True], ids=["default", "deterministic"])
 def test_crowded_cells(target, mode):
-    """A cell with more samples than a piece of a segment, beside cells with one or none: every sum is complete."""
+    """A cell with more samples than a piece of a segment holds, next to cells with one or none: every sum is complete."""
     images, samples, weights = OPERATOR.make(B=1, C=5, H=4, W=5, Q=2, D=90, heads=1, layout="uniform", device=target.device)
     samples[:, :, 10:] = samples.new_tensor([0.1, 0.2])
     want = images_gradient(OPERATOR.reference, images.double(), samples.double(), weights.double())
@@ -228,7 +228,7 @@ def test_crowded_cells(target, mode):
 
 
 def test_deterministic_backward_in_several_rounds(triton_target, monkeypatch):
-    """Where the workspace has no room for the whole batch, or for all channels, nothing is lost."""
+    """Where the workspace cannot hold the whole batch or all channels, the work is split and nothing is lost."""
     segments = pytest.importorskip("sonde.grid._epipolar.gpu_segments")
     C = segments.TILES * segments.BLOCK_C + 3
     images, samples, weights = OPERATOR.make(B=3, C=C, H=2, W=3, Q=20, D=2, heads=1, layout="uniform", device=triton_target.device)

@@ -1,4 +1,5 @@
-"""Epipolar attention, beside a twin that samples features, projects them to keys and values and takes a softmax, all in memory."""
+"""Epipolar attention against a plain twin that stores the sampled features, projects them to keys and values and takes a
+softmax."""
 
 import math
 
@@ -17,7 +18,7 @@ NEAR, FAR = 1.0, 20.0
 
 
 class Twin(nn.Module):
-    """The same parameters; views, sources and octaves one by one."""
+    """A plain version with the same parameters; it loops over views, sources and octaves."""
 
     def __init__(self, dim: int, heads: int, d_head: int, num_samples: int, num_octaves: int) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ def attention(cls=sonde.nn.EpipolarAttention, **options):
 
 
 def rig(views: int = V, dtype=torch.float64) -> tuple[Tensor, Tensor]:
-    """Cameras in a row that look ahead, each a little to another side; a third sees little of what the others see."""
+    """Cameras in a row that look ahead at slightly different angles; the third sees little of what the others see."""
     extrinsics = torch.eye(4, dtype=dtype).repeat(B, views, 1, 1)
     for v in range(views):
         angle = 0.15 * (v - 1)
@@ -99,7 +100,7 @@ def filled(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("num_octaves", [0, 2])
 @pytest.mark.parametrize("sources", [False, True], ids=["", "sources"])
 def test_equals_twin(views, num_octaves, sources):
-    """Values and the gradients of features, cameras, depth range and all parameters."""
+    """Values and the gradients of features, cameras, depth range and all parameters equal the twin's."""
     layer = filled(attention(num_octaves=num_octaves))
     twin = attention(Twin, num_octaves=num_octaves).double()
     twin.load_state_dict(layer.state_dict(), strict=True)
@@ -120,7 +121,7 @@ def test_equals_twin(views, num_octaves, sources):
 
 
 def test_every_view_is_alike():
-    """Views in another order are the same views."""
+    """Permuting the views permutes the result."""
     layer, (features, intrinsics, extrinsics), order = filled(attention()), inputs(), [2, 0, 1]
     want = layer(features, intrinsics, extrinsics, NEAR, FAR)[:, order]
     got = layer(*(x[:, order] for x in (features, intrinsics, extrinsics)), NEAR, FAR)
@@ -128,7 +129,7 @@ def test_every_view_is_alike():
 
 
 def test_what_no_other_view_sees_has_the_bias():
-    """Cameras back to back, and without a baseline."""
+    """With cameras back to back, or without a baseline, every query gets only the output layer's bias."""
     layer, (features, intrinsics, extrinsics) = filled(attention()), inputs(2)
     back = extrinsics.clone()
     back[:, 1, :3, :3] = back[:, 0, :3, :3] @ torch.diag(torch.tensor([-1.0, 1.0, -1.0])).double()
@@ -142,7 +143,7 @@ def test_what_no_other_view_sees_has_the_bias():
 
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 def test_coordinates_stay_float32(how, monkeypatch):
-    """Half-precision coordinates would be pixels off."""
+    """Coordinates are not cast under autocast: in half precision they would be pixels off."""
     seen, real = [], epipolar_attention.sample_attention
     monkeypatch.setattr(
         epipolar_attention, "sample_attention", lambda *args, **options: seen.append(args) or real(*args, **options)
@@ -164,7 +165,7 @@ def test_coordinates_stay_float32(how, monkeypatch):
 
 @pytest.mark.parametrize("num_octaves", [0, 2])
 def test_one_graph(num_octaves):
-    """Of the layer and its gradients, without a break."""
+    """The layer and its gradients compile to one graph."""
     layer, given = filled(attention(num_octaves=num_octaves)), inputs()
     given[0].requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -176,7 +177,7 @@ def test_one_graph(num_octaves):
 
 
 def test_state_dict():
-    """Queries, keys and values as pixelSplat's attention has them; heads need not divide the channels."""
+    """Names of queries, keys and values match pixelSplat's attention; heads need not divide the channels."""
     layer = sonde.nn.EpipolarAttention(128, heads=4, d_head=64)
     shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
     assert shapes == {
@@ -241,7 +242,7 @@ def test_refusals(name):
 
 
 def test_copies_nothing_from_the_host(monkeypatch):
-    """The operator has tests of its own."""
+    """The operator is replaced by a stub here; its own tests cover it."""
     monkeypatch.setattr(
         epipolar_attention, "sample_attention", lambda x, samples, queries, *_, **__: x.new_empty(*queries.shape[:3], DIM)
     )

@@ -1,4 +1,5 @@
-"""Samples along epipolar lines, against projective geometry computed another way: with 4×4 matrices and F."""
+"""Samples along epipolar lines, checked against projective geometry computed another way: 4×4 matrices and the fundamental matrix
+F."""
 
 import math
 
@@ -38,7 +39,7 @@ QUERY = camera((0.3, -0.2, 0.1), turned(1, 4) @ turned(0, -3))
 
 
 def relative(centre=(0.0, 0.0, 0.0), rotation=None) -> Tensor:
-    """A source camera, placed as the query's sees it."""
+    """Pose of a source camera relative to the query's."""
     return QUERY @ camera(centre, rotation)
 
 
@@ -47,8 +48,8 @@ SOURCES = {
     "above": relative((0, -0.7, 0)),
     "converging": relative((2.0, 0.3, 0.5), turned(1, 25)),
     "tilted": relative((-1.0, 0.5, 0.2), turned(2, 35) @ turned(1, 15)),
-    "ahead": relative((0.05, 0.03, 1.5)),  # the epipole lies inside the image, points nearer than it are behind
-    "behind": relative((-0.04, 0.02, -2.0)),  # inside as well
+    "ahead": relative((0.05, 0.03, 1.5)),  # the epipole lies inside the image; nearer points are behind it
+    "behind": relative((-0.04, 0.02, -2.0)),  # also inside
     "ahead_of_centre": relative((0.0, 0.0, 3.0)),
     "facing": relative((0.2, 0.1, 10.0), turned(1, 180)),  # looks back at the query's camera: it sees less than depth 10
 }
@@ -63,7 +64,7 @@ def lines(source: Tensor, *, K=None, source_K=None, near=NEAR, far=FAR, points=N
 
 
 def lifted(points: Tensor, depths: Tensor, K: Tensor, pose: Tensor) -> Tensor:
-    """World points ``[Q, D, 4]`` of points ``[Q, 2]`` at depths z ``[Q, D]``."""
+    """World points ``[Q, D, 4]`` of image points ``[Q, 2]`` at depths z ``[Q, D]``."""
     homogeneous = torch.cat([(points + 1) / 2, torch.ones_like(points[:, :1])], -1)
     rays = torch.linalg.solve(K, homogeneous.T).T  # z = 1
     local = rays[:, None] * depths[..., None]
@@ -71,7 +72,7 @@ def lifted(points: Tensor, depths: Tensor, K: Tensor, pose: Tensor) -> Tensor:
 
 
 def projected(world: Tensor, K: Tensor, pose: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a camera sees world points, in [−1, 1], and their depths."""
+    """Image coordinates of world points in a camera, in [−1, 1], and their depths."""
     local = (world @ torch.linalg.inv(pose).T)[..., :3]
     seen = local @ K.T
     return 2 * seen[..., :2] / seen[..., 2:] - 1, local[..., 2]
@@ -87,7 +88,7 @@ def fundamental(K: Tensor, pose: Tensor, source_K: Tensor, source: Tensor) -> Te
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_samples_lie_on_lines_at_their_depths(name):
-    """x' is on F x, and x' is where the source sees the query's pixel at the returned depth: 1e-9."""
+    """Each sample x' lies on the line F x and is where the source sees the query's pixel at the returned depth, within 1e-9."""
     K, source_K, source = lens(skew=0.02), lens(1.1, 0.8, 0.45, 0.55, -0.03), SOURCES[name]
     points = sonde.nn.pixel_centres(H, W, dtype=torch.float64)
     samples, depths, mask = (x[0, 0] for x in lines(source, K=K, source_K=source_K))
@@ -115,7 +116,7 @@ def test_samples_lie_on_lines_at_their_depths(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_segments_are_what_dense_samples_show(name):
-    """The first and last visible depth, found by trying 20,000 depths, are half a step before and after the samples."""
+    """The first and last samples are half a step inside the visible segment, whose ends are found by trying 20,000 depths."""
     source, points = SOURCES[name], sonde.nn.pixel_centres(H, W, dtype=torch.float64)
     tried = 1 / torch.linspace(1 / NEAR, 1 / FAR, 20001, dtype=torch.float64)
     where, z = projected(lifted(points, tried.expand(H * W, -1), lens(), QUERY), lens(1.1, 0.8, 0.45, 0.55), source)
@@ -123,7 +124,7 @@ def test_segments_are_what_dense_samples_show(name):
     samples, _, mask = (x[0, 0] for x in lines(source, num_samples=1000))
     counts = visible.sum(-1)
     assert mask[:, 0][counts > 1].all()
-    assert not mask[:, 0][counts == 0].any() or (mask[:, 0] & (counts == 0)).sum() <= 1  # one may just touch a corner
+    assert not mask[:, 0][counts == 0].any() or (mask[:, 0] & (counts == 0)).sum() <= 1  # one line may just touch a corner
     for q in (counts > 100).nonzero().flatten().tolist():
         first, last = (where[q][visible[q]][i] for i in (0, -1))
         step = (samples[q, -1] - samples[q, 0]).norm() / 999
@@ -133,7 +134,7 @@ def test_segments_are_what_dense_samples_show(name):
 
 
 def test_depth_range_that_begins_and_ends_inside():
-    """Unclipped: the samples are halfway in the equal pieces between the projections of near and far."""
+    """Unclipped, the samples are the midpoints of equal pieces between the projections of near and far."""
     source, points = SOURCES["converging"], torch.zeros(1, 2, dtype=torch.float64)
     near, far = 3.0, 6.0
     ends, _ = projected(
@@ -154,7 +155,7 @@ def test_depth_range_that_begins_and_ends_inside():
     [
         (relative(), {}),  # the same camera
         (relative((0, 0, 0), turned(1, 20) @ turned(2, 5)), {}),  # pure rotation
-        (relative((0, 0, 100.0)), {}),  # everything up to the farthest depth is behind it
+        (relative((0, 0, 100.0)), {}),  # the whole depth range is behind it
         (relative((1.0, 0, 0), turned(1, 180)), {}),  # looks the other way
         (relative((500.0, 0, 0)), {}),  # lines miss the image
         (relative((0, 5.0, 0), turned(0, -89)), dict(far=2.0)),
@@ -172,7 +173,7 @@ def test_what_no_source_sees_is_masked(source, options, dtype):
 
 
 def test_centres_equal_within_rounding_are_masked():
-    """A rotation about a centre far from the origin, through an inverse in float32."""
+    """Two camera centres that differ only by float32 rounding of an inverse, far from the origin, count as equal and are masked."""
     query = QUERY.clone()
     query[:3, 3] += torch.tensor([12.3, -7.1, 30.9])
     source = query @ camera(rotation=turned(1, 10))
@@ -183,7 +184,7 @@ def test_centres_equal_within_rounding_are_masked():
 
 
 def test_ray_through_the_centre_of_a_source():
-    """Every depth beyond it is seen at the epipole, so all samples are there; nothing is NaN."""
+    """A ray through the source's centre is seen at the epipole from all depths beyond: all samples are there, none NaN."""
     found = lines(SOURCES["ahead_of_centre"], points=torch.zeros(1, 2, dtype=torch.float64), source_K=lens())
     assert found.mask.all()
     torch.testing.assert_close(found.samples, torch.zeros_like(found.samples), rtol=0, atol=1e-7)
@@ -192,7 +193,7 @@ def test_ray_through_the_centre_of_a_source():
 
 
 def test_lines_along_the_border_are_inside():
-    """Rectified views, and a query on the upper border of its image."""
+    """Rectified views and a query on the image's upper border: the line along the border counts as inside."""
     points = torch.tensor([[0.0, -1.0], [0.3, 1.0]], dtype=torch.float64)
     found = lines(SOURCES["beside"], K=lens(), source_K=lens(), points=points)
     assert found.mask.all()
@@ -202,7 +203,7 @@ def test_lines_along_the_border_are_inside():
 @pytest.mark.parametrize("name", [*SOURCES, "same", "far_away", "back_to_back"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_finite(name, dtype):
-    """Of points, cameras and the range, clipped or not, masked or not."""
+    """Gradients of points, cameras and depth range, clipped or not, masked or not."""
     others = {"same": relative(), "far_away": relative((500.0, 0, 0)), "back_to_back": relative((1.0, 0, 0), turned(1, 180))}
     points = torch.cat([sonde.nn.pixel_centres(5, 5), torch.tensor([[0.0, 0.0], [1.0, 1.0], [-1.0, 0.0], [3.0, -9.0]])])
     near, far = torch.tensor([NEAR]), torch.tensor([FAR])
@@ -217,7 +218,7 @@ def test_gradients_are_finite(name, dtype):
 
 
 def test_gradients_are_right():
-    """Where nothing switches between clipped and not."""
+    """gradcheck, away from where clipping sets in."""
     points = torch.tensor([[[-0.31, 0.27], [0.12, -0.44]]], dtype=torch.float64)
     inputs = [points, lens()[None], QUERY[None], lens()[None, None], SOURCES["converging"][None, None]]
     inputs += [torch.tensor([NEAR], dtype=torch.float64), torch.tensor([FAR], dtype=torch.float64)]
@@ -226,7 +227,7 @@ def test_gradients_are_right():
 
 
 def test_batches_views_and_dtypes():
-    """Rows and views are independent; the dtype is the widest operand's, at least float32, under autocast too."""
+    """Rows and views are independent; the dtype is the widest operand's, at least float32, also under autocast."""
     torch.manual_seed(0)
     names = ["beside", "ahead", "converging"]
     sources = torch.stack([SOURCES[name] for name in names])
@@ -257,8 +258,8 @@ def lines_of(inputs: list[Tensor]):
 
 
 def test_intrinsics_in_pixels():
-    """As the documentation divides them: the same line for any resolution."""
-    pixels = torch.tensor([[300.0, 0, 160.0], [0, 310.0, 118.0], [0, 0, 1]], dtype=torch.float64)  # of 320 × 240
+    """Intrinsics in pixels, divided as documented, give the same line at any resolution."""
+    pixels = torch.tensor([[300.0, 0, 160.0], [0, 310.0, 118.0], [0, 0, 1]], dtype=torch.float64)  # for 320 × 240
     normalised = pixels / torch.tensor([[320.0], [240.0], [1.0]], dtype=torch.float64)
     found = lines(SOURCES["converging"], K=normalised, source_K=normalised, points=torch.zeros(1, 2, dtype=torch.float64))
     local = torch.linalg.solve(pixels, torch.tensor([160.0, 120.0, 1.0], dtype=torch.float64)) * found.depths[0, 0, 0, :, None]

@@ -1,4 +1,4 @@
-"""Sums of neighbours' features: every gradient, every σ, and what must not poison them."""
+"""Aggregates of neighbours' features: every gradient, every σ, and values that must not leak into results."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from helpers.operators import cotangents, leaves, value_and_grads
 from sonde.points._search import arguments
 from sonde.points._search.reference import searching_in
 
-pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+pytestmark = pytest.mark.interpreted(False)  # seconds each in the interpreter; a few tests stand for all
 
 try:
     from hypothesis import given
@@ -22,7 +22,7 @@ needs_hypothesis = pytest.mark.skipif(given is None, reason="needs hypothesis")
 
 @pytest.fixture(params=["by default", "by boxes"])
 def algorithm(request, monkeypatch):
-    """What sizes choose, and boxes wherever there are points."""
+    """Both algorithms: the one chosen by size, and the search by boxes at any size."""
     if request.param == "by boxes":
         monkeypatch.setattr(arguments, "FEW", 0)
         monkeypatch.setattr(arguments, "PAIRS", 0)
@@ -41,7 +41,7 @@ def call(name, impl, sigma=0.1, reach=0.4, k=6):
 
 
 def dense(name, q, p, f, sigma, reach=0.4, k=6):
-    """The textbook's form in float64, with the M×N matrix."""
+    """The textbook formula in float64, with the M×N matrix."""
     d = (q[:, None] - p[None]).square().sum(-1).sqrt()
     if name == "knn_aggregate":
         inside = torch.zeros_like(d, dtype=torch.bool).scatter_(1, d.topk(k, largest=False).indices, True)
@@ -54,7 +54,7 @@ def dense(name, q, p, f, sigma, reach=0.4, k=6):
 @pytest.mark.interpreted(True)
 @pytest.mark.parametrize("name", NAMES)
 def test_is_the_textbook_form(name, impl, algorithm):
-    """The dense masked softmax and autograd through it agree in values and in all four gradients."""
+    """Values and all four gradients agree with a dense masked softmax and autograd."""
     args = leaves([*made(dtype=torch.float64, device=impl.device), torch.tensor(0.2, dtype=torch.float64, device=impl.device)])
     out, want = call(name, impl.impl)(*args), dense(name, *args)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
@@ -66,14 +66,14 @@ def test_is_the_textbook_form(name, impl, algorithm):
 @pytest.mark.parametrize("ratio", [1e-3, 0.1, 10])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_sigma(name, target, algorithm, ratio):
-    """σ/r from 1e-3 to 10: no epsilon in the way, nothing overflows, gradients of all as exact as d/σ is."""
+    """For σ/r from 1e-3 to 10 no epsilon interferes, nothing overflows, and all gradients are as exact as d/σ."""
     reach = 0.4
     args = [*made(device=target.device), torch.tensor(ratio * reach, device=target.device)]
     got = value_and_grads(call(name, target.impl), args)
     want = value_and_grads(call(name, "reference"), [a.double() for a in args])
     sigma = float(args[3])
-    ulp = 1e-6 * (4 + reach / sigma)  # of d, as the softmax sees it
-    along = cotangents(got[0])[0].norm() * args[2].norm(dim=1).max()  # no a = go·f is larger; what a − Δ cancels, it leaves rounded
+    ulp = 1e-6 * (4 + reach / sigma)  # rounding of d / σ, which the softmax sees
+    along = cotangents(got[0])[0].norm() * args[2].norm(dim=1).max()  # bounds |go·f|; where a − Δ cancels, its rounding stays
     floor = [0, along / sigma, along / sigma, 0, along * reach / sigma**2]
     for a, b, least in zip([*got[0], *got[1]], [*want[0], *want[1]], floor):
         assert a.isfinite().all()
@@ -87,7 +87,7 @@ def test_any_sigma(name, target, algorithm, ratio):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_single_neighbour_pulls_at_nothing(name, target, dtype):
-    """Its weight is 1 whatever its distance: exactly zero for queries, points and σ."""
+    """A single neighbour has weight 1 at any distance: gradients of queries, points and σ are exactly zero."""
     g = torch.Generator().manual_seed(0)
     points = 3 * torch.arange(30.0)[:, None].expand(-1, 3) + torch.rand(30, 3, generator=g)
     queries, features = points[::3] + 0.3 * torch.rand(10, 3, generator=g), torch.randn(30, 37, generator=g)
@@ -100,7 +100,7 @@ def test_single_neighbour_pulls_at_nothing(name, target, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_there(name, impl):
-    """Without points, with a query that is not finite, with an empty ball: zeros, and zero gradients."""
+    """No points, a non-finite query or an empty ball: zeros, and zero gradients."""
     queries, points, features = made(device=impl.device)
     queries[0], queries[1, 1], queries[2] = torch.nan, torch.inf, 50.0
     out, grads = value_and_grads(call(name, impl.impl), [queries, points, features])
@@ -116,7 +116,7 @@ def test_nobody_there(name, impl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_absent_does_not_poison(name, impl, algorithm):
-    """Features of points that nobody sees may be anything; and so may coordinates of points that are not finite."""
+    """Features of points that no query sees may be anything, and so may the coordinates of non-finite points."""
     queries, points, features = made(device=impl.device)
     points[:20] += 100
     points[20:25, 1] = torch.nan
@@ -130,7 +130,7 @@ def test_what_is_absent_does_not_poison(name, impl, algorithm):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_duplicates_and_zero_distances(name, impl):
-    """Queries on top of points, and points on top of each other: no 0/0."""
+    """Queries on top of points, and coinciding points, cause no 0/0."""
     queries, points, features = made(dtype=torch.float64, device=impl.device)
     points[:9], points[9:18] = queries, queries
     got = value_and_grads(call(name, impl.impl), [queries, points, features])
@@ -142,7 +142,7 @@ def test_duplicates_and_zero_distances(name, impl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sigma_of_every_row(name, impl):
-    """A tensor [B] is a σ of each row of the batch; a tensor [] is the same number for all, and its gradient their sum."""
+    """A [B] tensor is one σ per row of the batch; a scalar tensor serves all rows, and its gradient is the sum over them."""
     rows = [made(dtype=torch.float64, device=impl.device, seed=s) for s in range(2)]
     batch = [torch.stack(x) for x in zip(*rows)]
     sigma = torch.tensor([0.1, 0.5], dtype=torch.float64, device=impl.device)
@@ -157,7 +157,7 @@ def test_sigma_of_every_row(name, impl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mapped_with_an_index(name, target, monkeypatch):
-    """torch.vmap expands the index of what it does not map, and every row reads its own."""
+    """torch.vmap expands the index of unmapped points, and every row reads its own copy."""
     monkeypatch.setattr(arguments, "FEW", 0)
     monkeypatch.setattr(arguments, "PAIRS", 0)
     queries, points, features = made(M=4, N=40, F=3, dtype=torch.float64, device=target.device)
@@ -174,7 +174,7 @@ def test_mapped_with_an_index(name, target, monkeypatch):
 
 
 def test_point_that_everybody_sees(numba_target):
-    """One list of thousands is cut into pieces: the same sums, and the same bits for any number of threads."""
+    """A point with thousands of pairs is summed in pieces: the same sums, and the same bits for any number of threads."""
     g = torch.Generator().manual_seed(0)
     queries, points, features = (torch.rand(n, c, generator=g) for n, c in ((20_000, 3), (3, 3), (3, 5)))
     want = value_and_grads(call("knn_aggregate", "reference", k=2), [x.double() for x in (queries, points, features)])
@@ -189,7 +189,7 @@ def test_point_that_everybody_sees(numba_target):
 
 
 def test_offsets_that_nobody_checked(numba_target):
-    """A graph may hand over any offsets: nothing outside is read or written."""
+    """A graph may pass any offsets, unchecked: nothing out of bounds is read or written."""
     from sonde.points.knn_aggregate.api import _knn_aggregate, arguments
 
     args = list(arguments(*made(N=200)))
@@ -275,7 +275,7 @@ if given is not None:
     @pytest.mark.parametrize("name", NAMES)
     @given(st.data())
     def test_properties(name, numba_target, data):
-        """Linear in features, a partition of unity, blind to the order of points and queries, and to the unit of length."""
+        """Linear in features, a partition of unity, invariant to the order of points and queries and to the unit of length."""
         M, N, D, F = (data.draw(st.integers(low, high)) for low, high in ((1, 20), (7, 200), (1, 3), (1, 20)))
         q, p, f = made(M, N, F, D, torch.float64, seed=data.draw(st.integers(0, 99)))
         fn = call(name, "numba")
@@ -294,7 +294,7 @@ if given is not None:
 @pytest.mark.parametrize("sigma", [1e-3, 1e-38, 1e-44, 1e30])
 @pytest.mark.parametrize("name", NAMES)
 def test_four_at_one_distance_weigh_a_quarter_each(name, sigma, impl, algorithm):
-    """However far away they are, and however sharp or flat the softmax: in the value and in the gradient of the features."""
+    """Four equidistant neighbours weigh ¼ each at any distance and any σ, in the value and in the features' gradient."""
     q, p, f = torch.zeros(1, 3), torch.tensor([[10.0, 0, 0], [-10, 0, 0], [0, 10, 0], [0, -10, 0]]), torch.eye(4)
     args = leaves([x.to(impl.device) for x in (q, p, f)])
     out = call(name, impl.impl, sigma, reach=11.0, k=4)(*args)
@@ -307,7 +307,7 @@ def test_four_at_one_distance_weigh_a_quarter_each(name, sigma, impl, algorithm)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_widths_away(name, impl, algorithm):
-    """Distances of thousands of σ, as of millimetres with the default σ, cost the features' gradient no digits."""
+    """Distances of thousands of σ, as with coordinates in millimetres and the default σ, cost the features' gradient no digits."""
     q, p, f = (x.to(impl.device) for x in made(N=150))
     args = leaves([500 * q, 500 * p, f])
     out = call(name, impl.impl, 0.1, reach=1000.0)(*args)
@@ -325,7 +325,7 @@ TINY, HUGE = (5e-324, 1e-300, 1e-46, 1e-45, 1e-39), (1e39, 1e300, 1.7e308, float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_width(name, dtype, impl):
-    """However small σ is, the nearest are alone and share equally; however large, all do. As a number and as a tensor."""
+    """For tiny σ only the nearest points count, equally; for huge σ all points do. As a number and as a tensor."""
     points = torch.tensor([[0.0, 2, 0], [1, 0, 0], [0, 0, 3], [-1, 0, 0], [0, 1, 0], [0, -1, 0]], dtype=dtype, device=impl.device)
     features = torch.tensor([[5.0], [2], [9], [2], [2], [2]], dtype=dtype, device=impl.device).expand(-1, 3).contiguous()
     features[1] *= 1 + torch.arange(3, dtype=dtype, device=impl.device)
@@ -341,7 +341,7 @@ def test_every_width(name, dtype, impl):
             out, grads = value_and_grads(fn, [query, points, features, *given], [torch.ones_like(want)])
             torch.testing.assert_close(out[0], want, msg=f"σ = {width}")
             torch.testing.assert_close(grads[2], share, msg=f"σ = {width}")
-        if sigma < 1:  # the nearest alone, and ties whose features are the same: nothing pulls
+        if sigma < 1:  # only the nearest count, and ties share their features: zero gradients
             for some in (points[[0, 1, 2]], points[[0, 2, 3, 4, 5]], points[[2, 0]]):
                 alike = torch.where(some.norm(dim=1, keepdim=True) == some.norm(dim=1).min(), 2.0, 7.0).to(dtype)
                 for given in ((), (widths[0],) if float(widths[0]) > 0 else ()):
@@ -355,7 +355,7 @@ def test_every_width(name, dtype, impl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_width_of_nothing_or_no_number(name, impl):
-    """Is refused, as a number and where a CPU's tensor can be looked into."""
+    """σ that is NaN or not positive is refused, as a number and as a CPU tensor, whose value can be read."""
     args = [x.to(impl.device) for x in made()]
     for bad in (float("nan"), 0.0, -1.0, -float("inf")):
         with pytest.raises(ValueError, match=f"{name}: sigma must be a number > 0; got"):
@@ -374,7 +374,7 @@ ENDS = [
 @pytest.mark.parametrize(("dtype", "scale"), ENDS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_features_at_the_ends_of_their_range(name, dtype, scale, impl):
-    """A mean is no larger than what it is a mean of: no sum on the way to it overflows, and small ones lose nothing."""
+    """A mean never exceeds its terms, so no intermediate sum may overflow; small features lose no digits."""
     wide = torch.promote_types(dtype, torch.float32)
     queries, points, _ = (x.to(impl.device) for x in made(M=3, N=90, dtype=wide))
     unit = torch.rand(90, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 0.1 + 0.9
@@ -393,13 +393,13 @@ def test_features_at_the_ends_of_their_range(name, dtype, scale, impl):
         assert got.isfinite().all()
         assert grads[0].isfinite().all()
         bar = {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 4e-6)
-        for c in range(5):  # each channel by itself, since one of them is far smaller than the others
+        for c in range(5):  # each channel by itself: one is far smaller than the others
             assert (got[:, c] - want[0][:, c]).abs().max() <= bar * unit[:, c].abs().max(), (sigma, c)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_infinite_features_stay_infinite(name, impl):
-    """What is infinite is so in the mean, by its sign, and reaches nobody else."""
+    """An infinite feature makes its mean infinite with the same sign and affects no other."""
     queries, points, features = (x.to(impl.device) for x in made(M=3, N=150))
     features[0, 0], features[1, 1], features[2, 2], features[3, 2] = torch.inf, -torch.inf, torch.inf, -torch.inf
     out, want = (call(name, i, 0.5, reach=3.0, k=60)(queries, points, features) for i in (impl.impl, "reference"))

@@ -1,4 +1,4 @@
-"""Who is found: the same points as by brute force with the same rounded distances, in the same order, on every cloud."""
+"""Neighbour searches find the same points as brute force with the same rounded distances, in the same order, on every cloud."""
 
 from itertools import pairwise
 
@@ -12,12 +12,12 @@ from helpers.neighbours import cloud, neighbours, padded, squared
 from helpers.operators import leaves
 from sonde.points._search import arguments
 
-pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+pytestmark = pytest.mark.interpreted(False)  # seconds each in the interpreter; a few tests stand for all
 
 
 @pytest.fixture(params=["by default", "by boxes"])
 def algorithm(request, monkeypatch):
-    """What sizes choose, and boxes wherever there are points."""
+    """Both algorithms: the one chosen by size, and the search by boxes at any size."""
     if request.param == "by boxes":
         monkeypatch.setattr(arguments, "FEW", 0)
         monkeypatch.setattr(arguments, "PAIRS", 0)
@@ -25,7 +25,7 @@ def algorithm(request, monkeypatch):
 
 
 def close(distances, queries, points, indices):
-    """Distances are the correctly rounded roots of the rounded d², to the last bit."""
+    """Distances are the correctly rounded square roots of the rounded d², to the last bit."""
     if not indices.numel() or not points.numel():
         assert (distances == torch.inf).all()
         return
@@ -36,7 +36,8 @@ def close(distances, queries, points, indices):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_distances_have_the_same_bits(impl, algorithm, dtype):
-    """On clouds of every scale, down to squares that are denormal: knn, radius_neighbors and radius_search, with any kernel."""
+    """knn, radius_neighbors and radius_search return the same distance bits with any kernel, on clouds of every scale, down to
+    denormal squares."""
     g = torch.Generator().manual_seed(0)
     low, high = (-72, 60) if dtype == torch.float32 else (-535, 500)
     for power in range(low, high, (high - low) // 6):
@@ -56,7 +57,7 @@ def test_distances_have_the_same_bits(impl, algorithm, dtype):
 @pytest.mark.interpreted(True)
 @pytest.mark.parametrize("tens", [0, *(pytest.param(tens, marks=pytest.mark.interpreted(False)) for tens in range(1, 20))])
 def test_200_clouds(impl, algorithm, tens):
-    """Ties, duplicates, flat clouds, far ones, outliers, empty ones, points that are not finite: found as by brute force."""
+    """Same as brute force on clouds with ties, duplicates, outliers or non-finite points, on flat, distant and empty ones."""
     for seed in range(10 * tens, 10 * tens + 10):
         kind, queries, points, k, radius = cloud(seed)
         note = f"{kind} {seed}"
@@ -95,7 +96,7 @@ def test_agrees_with_a_k_d_tree(impl):
 
 
 def test_many_queries_and_points(numba_target):
-    """Queries that are sorted before they are searched, and a tree of many levels that threads share."""
+    """Large enough that queries are sorted before the search and threads share a tree of many levels."""
     g = torch.Generator().manual_seed(0)
     for dims in (1, 2, 3):
         queries, points = torch.randn(5000, dims, generator=g), torch.randn(9000, dims, generator=g)
@@ -107,7 +108,7 @@ def test_many_queries_and_points(numba_target):
 
 @pytest.mark.parametrize("n", [5000, 20_000])
 def test_degenerate_clouds_are_not_slow(numba_target, n):
-    """All points in one place, sorted, or in reverse: a tree is built and searched all the same."""
+    """With all points in one place, sorted or reversed, the tree is still built and searched."""
     for points in (
         torch.zeros(n, 3),
         torch.arange(n).float()[:, None].expand(n, 3),
@@ -118,7 +119,7 @@ def test_degenerate_clouds_are_not_slow(numba_target, n):
 
 
 def test_ragged_batches_are_loops(impl, algorithm):
-    """A query sees its own segment, of whatever size, and indices count through."""
+    """A query sees only its own segment, of any size; indices count through all segments."""
     g = torch.Generator().manual_seed(0)
     queries, points, features = (torch.rand(n, c, generator=g).to(impl.device) for n, c in ((13, 3), (120, 3), (120, 4)))
     at, of = [0, 4, 4, 9, 13], [0, 80, 90, 90, 120]
@@ -153,7 +154,8 @@ ENDS = {
 @pytest.mark.interpreted(True)
 @pytest.mark.parametrize("ends", ENDS)
 def test_offsets_that_nobody_could_check(ends, impl, algorithm, monkeypatch):
-    """Those of a device are not looked at beforehand: rows outside of all segments have no neighbours, and nothing else is read."""
+    """Offsets on a device are not checked on the host: rows outside all segments get no neighbours, and nothing out of bounds is
+    read."""
     if impl.impl == "numba":
         pytest.skip("a CPU's are always looked at")
     monkeypatch.setattr(arguments, "offsets", lambda name, which, given, count, device: torch.tensor(given, device=device))
@@ -178,7 +180,7 @@ def test_batches_are_loops(impl, algorithm):
 
 
 def test_half_precision_coordinates(impl):
-    """They are float32 numbers; distances are those of float32."""
+    """Half-precision coordinates are converted to float32; distances are float32's."""
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g).to(impl.device, torch.bfloat16) for n in (5, 80))
     found = sonde.knn(queries, points, 4, impl=impl.impl)
@@ -188,7 +190,7 @@ def test_half_precision_coordinates(impl):
 
 @pytest.mark.parametrize("name", ["knn", "radius_neighbors", "radius_search"])
 def test_gradients_of_distances(impl, algorithm, name):
-    """∂d/∂q = (q − p)/d for both sets; 0 at d = 0, nothing from absent neighbours, nothing that is not a number."""
+    """∂d/∂q = (q − p)/d for both sets; zero at d = 0 and for missing neighbours, never NaN."""
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g, dtype=torch.float64) for n in (9, 50))
     points[:3] = queries[:3]
@@ -211,7 +213,7 @@ def test_gradients_of_distances(impl, algorithm, name):
 
 
 def test_second_derivatives_of_distances(numba_target):
-    """Derivatives of the gradient come from the definition."""
+    """Second derivatives come from the reference."""
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g, dtype=torch.float64).requires_grad_() for n in (4, 70))
     assert torch.autograd.gradgradcheck(lambda q, p: sonde.knn(q, p, 3).distances, (queries, points))
@@ -219,7 +221,7 @@ def test_second_derivatives_of_distances(numba_target):
 
 
 def test_radius_search_compiles(numba_target):
-    """Its size is a number that the graph does not know."""
+    """The size of its result is unknown to the graph."""
     torch._dynamo.reset()
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g) for n in (9, 80))
@@ -229,13 +231,13 @@ def test_radius_search_compiles(numba_target):
 
 
 def test_radius_search_is_not_mapped(numba_target):
-    """A result of many sizes is refused by name, not returned in pieces."""
+    """vmap is refused by name, since rows would have results of different sizes."""
     with pytest.raises(ValueError, match=r"radius_search: .*vmap.*radius_neighbors"):
         torch.vmap(lambda q, p: sonde.radius_search(q, p, 0.3).indices)(torch.rand(2, 5, 3), torch.rand(2, 9, 3))
 
 
 def test_more_dimensions(numba_target):
-    """Beyond three `auto` is the definition, and a kernel that is asked for says that it has none."""
+    """Beyond three dimensions `auto` uses the reference, and a kernel requested by name says that it has none."""
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 5, generator=g) for n in (9, 80))
     assert torch.equal(sonde.knn(queries, points, 4).indices, padded(neighbours(queries, points), 4))
@@ -248,7 +250,7 @@ def test_more_dimensions(numba_target):
 
 @pytest.mark.parametrize("name", ["knn", "radius_neighbors", "knn_aggregate"])
 def test_more_neighbours_than_points(name, impl):
-    """Any k that there is room for is padded."""
+    """Any k is allowed as long as the result fits: missing neighbours are padded."""
     g = torch.Generator().manual_seed(0)
     queries, points = (torch.rand(n, 3, generator=g).to(impl.device) for n in (2, 5))
     k = 64 if impl.impl == "triton" else 1000

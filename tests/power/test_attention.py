@@ -1,4 +1,4 @@
-"""Attention beside torch's own, which nobody here wrote: values, gradients, and how near each is to float64."""
+"""Attention compared with torch's own: values, gradients, and the distance of each from float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     ],
 )
 def test_is_torchs_own(impl, sizes, causal):
-    """T = 1, odd lengths, cross lengths, grouped heads, d = 80."""
+    """T = 1, odd lengths, different lengths of queries and keys, grouped heads, d = 80."""
     if impl != "reference":
         pytest.importorskip(impl)
     if impl == "triton" and sizes[3] > 500 and not torch.cuda.is_available():
@@ -56,7 +56,7 @@ def test_is_torchs_own(impl, sizes, causal):
 @IMPLS
 @pytest.mark.parametrize("level", [-1e4, 1e4])
 def test_rows_far_from_zero(impl, level):
-    """All logits at −1e4: the softmax is that of what they differ by."""
+    """With all logits near −1e4, only their differences matter to the softmax."""
     if impl != "reference":
         pytest.importorskip(impl)
     q, k, v = (x.detach().clone() for x in made(1, 1, 1, 9, 20, 8))
@@ -67,13 +67,13 @@ def test_rows_far_from_zero(impl, level):
     assert (lse - level).abs().max() < 50
     narrow = attention(*(x.float() for x in (q, k, v)), scale=1.0, impl=impl)
     assert narrow.isfinite().all()
-    torch.testing.assert_close(narrow.double(), want, rtol=1e-2, atol=1e-2)  # float32 holds such logits to 1e-3
+    torch.testing.assert_close(narrow.double(), want, rtol=1e-2, atol=1e-2)  # float32 resolves such logits to 1e-3
 
 
 @pytest.mark.parametrize("impl", ["numba", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_near_to_float64_as_torch(impl, dtype):
-    """No implementation of ours loses more than torch's does, but for an eighth."""
+    """The error of every implementation is at most an eighth larger than torch's."""
     pytest.importorskip(impl)
     inputs = made(1, 2, 2, 50, 50, 32, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]

@@ -1,4 +1,4 @@
-"""Products and copies beside torch's own."""
+"""Matrix products and copies compared with torch's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
 def test_leading_dimensions(impl):
-    """None, one, several, and such as cannot be viewed as one."""
+    """No leading dimension, one, several, and some that cannot be flattened as a view."""
     if impl != "reference":
         pytest.importorskip(impl)
     for leading in ((), (2,), (2, 3)):
@@ -28,7 +28,7 @@ def test_leading_dimensions(impl):
 
 
 def test_float32_is_float32():
-    """Also if the switch of torch is on, on CPUs; it is a part of the call on GPUs (benchmarks/power.py)."""
+    """On CPUs torch's TF32 switch changes nothing; on GPUs it is an argument of the call (benchmarks/power.py)."""
     a, b = random(40, 50).float(), random(50, 30, seed=1).float()
     before = torch.backends.cuda.matmul.allow_tf32
     try:
@@ -56,7 +56,7 @@ def test_tf32_is_taken_when_it_is_allowed():
 
 
 def test_descriptors_are_hidden_where_there_are_none(monkeypatch):
-    """What can be read through descriptors is, where the device has them; else the same problem has plain candidates alone."""
+    """Descriptors are used where the device has them and the operands qualify; elsewhere only the plain candidates fit."""
     pytest.importorskip("triton")
     from sonde.power._dense import gpu
     from sonde.power.mm.gpu import forward_pass
@@ -68,14 +68,14 @@ def test_descriptors_are_hidden_where_there_are_none(monkeypatch):
     assert step.problem.turned == (False, True)
     assert any(config.described for config in step.kernel.fitting(step.problem))
     odd = a[:, :, 1:]
-    assert not forward_pass(odd, odd.mT, False).steps[0].problem.described  # 2 bytes beside
+    assert not forward_pass(odd, odd.mT, False).steps[0].problem.described  # 2 bytes off alignment
     monkeypatch.setattr(gpu, "has_descriptors", lambda device: False)
     (step,) = forward_pass(a, a.mT, False).steps
     assert not any(config.described for config in step.kernel.fitting(step.problem))
 
 
 def test_descriptors_compute_the_same():
-    """The interpreter has descriptors, too: turned operands, edges inside a tile."""
+    """The interpreter supports descriptors, too: transposed operands, edges inside a tile."""
     pytest.importorskip("triton")
     from sonde.power._dense import gpu_kernels
     from sonde.power._dense.gpu_configs import Config, Problem
@@ -96,7 +96,8 @@ def test_descriptors_compute_the_same():
 
 @pytest.mark.parametrize("impl", ["numba", "triton"])
 def test_copies_of_any_strides(impl):
-    """Every permutation of four dimensions, steps, expanded and overlapping ones, no dimension, and more than a kernel takes."""
+    """All permutations of four dimensions, steps, expanded and overlapping views, scalars, and more dimensions than a kernel
+    takes."""
     pytest.importorskip(impl)
     from itertools import permutations
 

@@ -1,4 +1,4 @@
-"""Symmetric powers against what they are for: inner products, and sums over all pairs; and against numbers written by hand."""
+"""Symmetric powers against their purpose (inner products, sums over all pairs) and against values written out by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sonde
 from sonde.power import sympow, sympow_dim, sympow_mm
 
 EVERY = [(d, p, t) for d in (8, 12, 16, 64) for p in (1, 2, 3, 4) for t in range(1, d + 1) if d % t == 0]
-FEW = 3_000_000  # numbers of φ: with larger ones a row at a time would take minutes
+FEW = 3_000_000  # elements of φ: beyond that, one row at a time takes minutes
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -36,7 +36,7 @@ def test_inner_products_are_powers(d, power, d_tile):
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
 def test_the_order_of_the_basis(impl):
-    """Tiles do not increase, the first index fastest; digits as the definition has them."""
+    """Tile indices never increase, and the first varies fastest; digits within tiles follow the definition."""
     if impl != "reference":
         pytest.importorskip(impl)
     x = random(6)
@@ -63,7 +63,7 @@ def test_any_dimension(dim):
 
 
 def test_roots_are_applied_before_rounding():
-    """√2 in bfloat16 is 1.4140625: a product that is rounded once is nearer than that."""
+    """√2 in bfloat16 is 1.4140625, so multiplying before rounding is more exact than multiplying by the rounded root."""
     x = random(2000, 8, dtype=torch.float32).bfloat16()
     exact = sympow(x.double(), 2, d_tile=1)
     torch.testing.assert_close(sympow(x, 2, d_tile=1), exact.bfloat16(), rtol=0, atol=0)
@@ -72,7 +72,7 @@ def test_roots_are_applied_before_rounding():
 @pytest.mark.parametrize("impl", ["numba", "triton"])
 @pytest.mark.parametrize(("d", "d_tile", "power"), [(8, 4, 2), (6, 3, 2), (6, 2, 3), (4, 2, 4)])
 def test_state_and_query_are_the_sum_over_pairs(impl, d, d_tile, power):
-    """φ(q) (φ(k)ᵀ v) = Σ (q·k)^p v, and so are its gradients."""
+    """φ(q) (φ(k)ᵀ v) = Σ (q·k)^p v, and the gradients agree."""
     pytest.importorskip(impl)
     q, k, v = (x.requires_grad_() for x in (random(5, d), random(19, d, seed=1), random(19, 3, seed=2)))
     how = dict(d_tile=d_tile, impl=impl)
@@ -86,7 +86,7 @@ def test_state_and_query_are_the_sum_over_pairs(impl, d, d_tile, power):
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
 def test_what_is_not_added_is_not_read(impl):
-    """As in BLAS: beta = 0 leaves `accumulate` alone, whatever is in it."""
+    """As in BLAS, beta = 0 ignores `accumulate`, whatever it contains."""
     if impl != "reference":
         pytest.importorskip(impl)
     a, b = random(3, 4), random(10, 2)
@@ -115,7 +115,7 @@ def test_bad_input(arguments, options, words):
 
 
 def test_inner_sizes_that_do_not_match():
-    """The message has the D that was expected."""
+    """The message states the expected D."""
     with pytest.raises(ValueError, match=r"b must be \[B, D, N\].*D=2304 for d=64, power=2, d_tile=8.*got \[1, 2080, 5\]"):
         sympow_mm(random(3, 64), random(2080, 5), 2, expand="k", d_tile=8)
     with pytest.raises(ValueError, match=r"accumulate must be .*D=2304.*got"):

@@ -1,4 +1,4 @@
-"""On a GPU, at the sizes of real workloads: neighbours are those of all distances, rounded alike, chunk by chunk."""
+"""On a GPU, at real workload sizes: neighbours equal those from all distances, rounded alike, computed in chunks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sonde.points._search import cases as _cases
 
 
 def nearest(queries, points, k):
-    """Indices of the k least (d², index)."""
+    """Indices of the k smallest (d², index)."""
     found, number = [], torch.arange(points.shape[0], device=points.device)
     for rows in queries.split(max(1, 2**26 // points.shape[0])):
         x, y, z = (a[:, None] - b[None] for a, b in zip(rows.unbind(-1), points.unbind(-1)))

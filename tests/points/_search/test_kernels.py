@@ -1,4 +1,4 @@
-"""What is special about the GPU's search: its boxes, its levels, its ties, its pairs. Interpreted where there is no GPU."""
+"""What is special about the GPU's search: its boxes, levels, ties and pairs. In the interpreter where there is no GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def build(*given) -> tuple:
 
 @pytest.fixture
 def boxes(monkeypatch):
-    """Search by boxes, however few points there are."""
+    """Forces the search by boxes, however few points there are."""
     monkeypatch.setattr(arguments, "PAIRS", 0)
     monkeypatch.setattr(arguments, "FEW", 0)
 
@@ -40,7 +40,7 @@ def three_levels(monkeypatch, boxes):
 
 
 def lattice(M: int, N: int, D: int, dtype=torch.float32, seed: int = 0):
-    """Coordinates with few values, so that ties are everywhere; some points are not finite."""
+    """Coordinates with few distinct values, so that ties are everywhere; some points are non-finite."""
     g = torch.Generator().manual_seed(seed)
     queries, points = (torch.randint(0, 4, (n, D), generator=g).to(dtype) / 2 for n in (M, N))
     points[N // 2], points[N // 3] = torch.nan, torch.inf
@@ -48,7 +48,7 @@ def lattice(M: int, N: int, D: int, dtype=torch.float32, seed: int = 0):
 
 
 def check_index(points, order, ordered, boxes):
-    """Every level bounds what is below it, and nothing that is not finite."""
+    """Every level bounds the one below it, and no box includes non-finite points."""
     N, count = points.shape[0], index_kernels.levels(points.shape[0])
     assert order.sort()[0].tolist() == list(range(N))
     torch.testing.assert_close(ordered, points[order.long()], rtol=0, atol=0, equal_nan=True)
@@ -77,11 +77,11 @@ def test_index(D, dtype):
         for b in range(2):
             check_index(points[b], order[b], ordered[b], made[b])
             finite = ordered[b].isfinite().all(1)
-            assert (finite[:-1] >= finite[1:]).all()  # those that are not come last
+            assert (finite[:-1] >= finite[1:]).all()  # non-finite points come last
 
 
 def test_an_outlier_takes_no_room():
-    """Leaves of a small cloud stay small, however far away a few points are."""
+    """A few distant outliers do not enlarge the leaves of a small cloud."""
     points = torch.rand(1, 2000, 3)
     points[0, ::100] *= 1e6
     made = build(points, None)[2].cpu()
@@ -99,14 +99,14 @@ def test_segments_stay_together():
 @pytest.mark.parametrize("k", [1, 7, 16, 64])
 @pytest.mark.parametrize("D", [1, 2, 3])
 def test_ties(D, k, boxes):
-    """The same as by brute force, to the last index; more neighbours than a leaf has, too."""
+    """Ties resolve as by brute force, to the last index, also with more neighbours than a leaf holds."""
     queries, points = lattice(5, 90, D, torch.float64 if k == 7 else torch.float32)
     found = sonde.knn(queries.to(DEVICE), points.to(DEVICE), k, impl="triton")
     assert torch.equal(found.indices.cpu(), padded(neighbours(queries, points), k))
 
 
 def test_three_levels(three_levels):
-    """Boxes of boxes of boxes, as clouds of more than a hundred thousand points have them."""
+    """Three levels of boxes, as clouds of more than a hundred thousand points have."""
     g = torch.Generator().manual_seed(0)
     points = torch.randn(2_100, 3, generator=g)
     queries = torch.cat([points[:1], torch.randn(2, 3, generator=g), torch.full((1, 3), 9.0)])
@@ -121,7 +121,7 @@ def test_three_levels(three_levels):
 @pytest.mark.parametrize("which", ["knn", "radius"])
 @pytest.mark.parametrize("int64", [False, True])
 def test_ragged_and_odd(which, int64, boxes, monkeypatch):
-    """Segments across leaves and tiles, an empty one on either side, odd features, 64-bit offsets: values and gradients."""
+    """Segments across leaves and tiles, empty segments at both ends, odd feature counts, 64-bit offsets: values and gradients."""
     monkeypatch.setattr(passes, "FORCE_INT64", int64)
     g = torch.Generator().manual_seed(0)
     given = [torch.rand(*s, generator=g, dtype=torch.float64) for s in ((9, 3), (70, 3), (70, 3))]
@@ -138,7 +138,7 @@ def test_ragged_and_odd(which, int64, boxes, monkeypatch):
 
 
 def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
-    """A device's offsets are not looked into on the host; kernels keep to the points all the same."""
+    """Offsets on a device are not checked on the host; kernels stay within the points all the same."""
     of_queries, of_points = torch.tensor([0, 900, -5, 3, 8]), torch.tensor([-70, 999_999, 5, -1, 2**40])
     queries, points = torch.rand(1, 8, 3), torch.rand(1, 90, 3)
     tensors = [t.to(DEVICE) for t in (queries, points, of_queries, of_points)]
@@ -153,7 +153,7 @@ def test_offsets_that_are_nonsense_read_nothing_outside(boxes):
 
 @pytest.mark.parametrize("F", [1, 130])
 def test_everybody_has_the_same_neighbours(F, boxes, monkeypatch):
-    """A point with many pairs is summed in chunks, those at both ends of its run included."""
+    """A point with many pairs is summed in chunks, including the partial chunks at both ends of its run."""
     monkeypatch.setattr(gpu_pairs, "CHUNK", 16)
     M = 3 * 16 + 5
     g = torch.Generator().manual_seed(0)
@@ -170,7 +170,7 @@ def test_everybody_has_the_same_neighbours(F, boxes, monkeypatch):
 
 @pytest.mark.parametrize("which", ["knn", "radius"])
 def test_one_neighbour_moves_nothing(which, boxes):
-    """Its weight is 1 wherever it is: gradients of coordinates and σ are exactly zero."""
+    """A single neighbour has weight 1 anywhere: gradients of coordinates and σ are exactly zero."""
     points = torch.arange(40.0)[:, None] * 3
     x = [t.to(DEVICE).requires_grad_() for t in (points[:20] + 0.3, points, torch.randn(40, 5))]
     sigma = torch.tensor(0.1, device=DEVICE, requires_grad=True)
@@ -183,7 +183,7 @@ def test_one_neighbour_moves_nothing(which, boxes):
 
 
 def test_features_of_others_do_not_poison(boxes):
-    """A feature that is not finite reaches whom it belongs to and nobody else."""
+    """A non-finite feature reaches only the queries that have its point as a neighbour."""
     points, features = torch.rand(60, 3), torch.randn(60, 4)
     features[7] = torch.nan
     queries = torch.cat([points[7:8], torch.rand(9, 3)])

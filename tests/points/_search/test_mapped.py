@@ -1,4 +1,4 @@
-"""torch.vmap over any of the arguments: what is not mapped is shared by all, with an index that is shared as well."""
+"""torch.vmap over any of the arguments: unmapped arguments, an index included, are shared by all rows."""
 
 from functools import partial
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 import sonde
 from sonde.points._search import arguments
 
-pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+pytestmark = pytest.mark.interpreted(False)  # seconds each in the interpreter; a few tests stand for all
 
 CALLS = {
     "knn": lambda q, p, f, impl: sonde.knn(q, p, 3, impl=impl),
@@ -45,7 +45,7 @@ def test_vmap_over_some(name, dims, impl, monkeypatch):
 
 @pytest.mark.parametrize("name", [*CALLS, "radius_search"])
 def test_jacobian(name, impl, monkeypatch):
-    """Only the cotangent is mapped: everything that was saved is shared."""
+    """Only the incoming gradient is mapped; everything saved is shared."""
     monkeypatch.setattr(arguments, "FEW", 0)
     monkeypatch.setattr(arguments, "PAIRS", 0)
     g = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a plan says of a search: who runs, what depends on the batch, what an index takes."""
+"""What a plan says about a search: which kernels run, what depends on the batch, how much memory an index takes."""
 
 from functools import partial
 from importlib import import_module
@@ -11,7 +11,7 @@ from helpers.memory import Allocations
 from sonde.op.plan import Determinism
 from sonde.points._search import arguments
 
-pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+pytestmark = pytest.mark.interpreted(False)  # seconds each in the interpreter; a few tests stand for all
 
 CALLS = {
     "knn": lambda q, p, f, s, **options: sonde.knn(q, p, 3, **options).distances,
@@ -20,7 +20,7 @@ CALLS = {
     "knn_aggregate": lambda q, p, f, s, **options: sonde.knn_aggregate(q, p, f, 3, s, **options),
     "radius_aggregate": lambda q, p, f, s, **options: sonde.radius_aggregate(q, p, f, 0.5, s, **options),
 }
-HELP = {"add"}  # adds what another wrote
+HELP = {"add"}  # adds up another kernel's output
 
 
 def made(B: int = 1, M: int = 20, N: int = 30) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def made(B: int = 1, M: int = 20, N: int = 30) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_runs_on_a_cpu_is_what_was_planned(name, numba_target, monkeypatch):
-    """Kernels by name and in order; torch's own apart."""
+    """The kernels that run are those of the plan, by name and in order, apart from torch's own."""
     args = made()
     given = args if "aggregate" in name else args[:2]
     plan = sonde.explain(CALLS[name], *args)
@@ -48,7 +48,8 @@ def test_what_runs_on_a_cpu_is_what_was_planned(name, numba_target, monkeypatch)
 
 @pytest.mark.parametrize("name", ["knn_aggregate", "radius_aggregate"])
 def test_the_batch_splits_the_sum_of_a_width(name, numba_target):
-    """What σ has of all queries is added by torch, which cuts long sums by the shape of all rows: the plan promises no more."""
+    """torch sums σ's gradient over all queries and splits long sums by the full shape, so the plan promises only run-to-run
+    bits."""
     args = made(2, 40_000, 20)
     (kernel,) = [k for k in sonde.explain(CALLS[name], *args).kernels if "sigma" in k.writes]
     assert (kernel.name, kernel.determinism, kernel.phase) == ("torch.sum", Determinism.RUN_TO_RUN, "backward")
@@ -67,7 +68,7 @@ def size(tensors) -> int:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_index_takes_memory(name, target, monkeypatch):
-    """That of a call's own making is its workspace while it is needed, which one that is given is not."""
+    """An index that the call builds counts as workspace while it is needed; one passed in does not."""
     monkeypatch.setattr(arguments, "PAIRS", 0)
     args = [a.detach().to(target.device).requires_grad_() for a in made(2, 30, 200)]
     call = partial(CALLS[name], impl=target.impl)
@@ -88,9 +89,9 @@ def test_an_index_takes_memory(name, target, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_workspace_of_a_whole_call(name, numba_target):
-    """What a call allocates on its way, its index included, is what the plan says."""
+    """The memory a call allocates on its way, its index included, is what the plan says."""
     args = [a.detach() for a in made(1, 10, 20_000)]
-    args[0] += 10  # where nobody is within a radius
+    args[0] += 10  # no point is within the radius
     CALLS[name](*args)
     plan = sonde.explain(CALLS[name], *args)
     with Allocations() as seen:

@@ -1,4 +1,4 @@
-"""An index changes speed and nothing else, and is refused where it is not that of the points."""
+"""An index changes speed and nothing else, and is refused for any points but its own."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 
@@ -17,7 +17,7 @@ from helpers.operators import Target, value_and_grads
 from sonde.jit import Unsupported
 from sonde.points._search import arguments
 
-pytestmark = pytest.mark.interpreted(False)  # each is seconds there; some stand for the rest
+pytestmark = pytest.mark.interpreted(False)  # seconds each in the interpreter; a few tests stand for all
 
 
 def calls(impl, **options):
@@ -35,11 +35,11 @@ def made(device="cpu", dtype=torch.float32, N=200):
 
 @pytest.mark.parametrize("N", [20, 200])
 def test_changes_no_bit(target, N, monkeypatch):
-    """Values and gradients with an index are those without, whichever algorithm runs; one index serves all radii."""
+    """Values and gradients have the same bits with an index as without, for both algorithms; one index serves all radii."""
     queries, points, features = made(target.device, N=N)
     if N == 200:
         monkeypatch.setattr(arguments, "PAIRS", 0)
-    points.requires_grad_()  # so that its address is that of the leaf
+    points.requires_grad_()  # a leaf already, so the call sees the same tensor
     index = sonde.PointIndex.build(points, impl=target.impl)
     for with_index, without in zip(calls(target.impl, index=index), calls(target.impl)):
         leaf = [queries.requires_grad_(), points, features.requires_grad_()]
@@ -51,7 +51,7 @@ def test_changes_no_bit(target, N, monkeypatch):
 
 
 def test_is_not_built_again(numba_target, monkeypatch):
-    """A given index is what is searched; without one, forward and backward share theirs."""
+    """A given index is the one searched; without one, forward and backward share the index they build."""
     from sonde.op import cpu
 
     queries, points, features = made()
@@ -68,7 +68,7 @@ def test_is_not_built_again(numba_target, monkeypatch):
 
 
 def test_sizes_alone_decide():
-    """Below the threshold nothing is built, whether an index was given or not."""
+    """The algorithm depends on sizes alone: below the threshold nothing is built, with or without an index."""
     assert not arguments.tiled("numba", 1, arguments.FEW)
     assert arguments.tiled("numba", 1, arguments.FEW + 1)
     assert not arguments.tiled("reference", 10**6, 10**6)
@@ -98,7 +98,7 @@ def test_wrong_points_are_refused(points, word):
 
 
 def test_points_in_the_place_of_others_are_refused():
-    """An index keeps its points alive no longer than their owner does; what the allocator puts there next are others."""
+    """An index does not keep its points alive, and refuses others that the allocator later puts at the same address."""
     queries, points, _ = made(N=3000)
     index = sonde.PointIndex.build(points)
     was, alive = points.data_ptr(), weakref.ref(points.untyped_storage())
@@ -112,7 +112,7 @@ def test_points_in_the_place_of_others_are_refused():
 
 
 def test_points_of_another_layout_are_refused():
-    """The same address, shape and version, but other elements between them."""
+    """Points with the same address, shape and version but other strides are refused, and so is another slice of the same tensor."""
     queries, whole = torch.rand(5, 3), torch.rand(100, 6)
     index = sonde.PointIndex.build(whole[:, :3])
     assert same_bits(sonde.knn(queries, whole[:, :3], 3, index=index), sonde.knn(queries, whole[:, :3], 3))
@@ -132,7 +132,7 @@ def test_views_of_the_same_elements_are_the_points(view):
 
 
 def test_a_pickled_index_has_lost_its_points():
-    """It can be pickled; then it is that of points elsewhere."""
+    """An index can be pickled, but then matches no points of this process."""
     queries, points, _ = made()
     index = sonde.PointIndex.build(points)
     again = pickle.loads(pickle.dumps(index))
@@ -143,7 +143,8 @@ def test_a_pickled_index_has_lost_its_points():
 
 @pytest.mark.parametrize("name", ["numba", "reference"])
 def test_is_mapped_where_points_are(name):
-    """An index of one row is not that of all rows; one that is built inside of torch.vmap is, and so is that of shared points."""
+    """Under torch.vmap an index built inside, or one of shared points, is accepted; one of a single row is refused for mapped
+    points."""
     if name == "numba":
         pytest.importorskip("numba")
     queries, points = torch.rand(2, 5, 3), torch.rand(2, 200, 3)
@@ -163,7 +164,7 @@ def test_is_mapped_where_points_are(name):
 
 
 def test_torch_func_knows_the_points():
-    """What torch.func differentiates by is the caller's tensor, in every nesting."""
+    """Under torch.func an index recognises the caller's tensor through every nesting of transforms."""
     queries, points, _ = made()
     own, index = points[:100], sonde.PointIndex.build(points[:100])
     length = lambda p: sonde.knn(queries, p, 3, index=index).distances.sum()
@@ -179,7 +180,7 @@ def test_torch_func_knows_the_points():
 
 
 def test_wrong_things_are_refused():
-    """What is no index, and an index of other segments."""
+    """Something that is not an index, and an index of other segments."""
     queries, points, _ = made()
     with pytest.raises(TypeError, match="knn: index must be a PointIndex; got Tensor"):
         sonde.knn(queries, points, 3, index=points)
@@ -198,7 +199,7 @@ def test_wrong_things_are_refused():
 
 
 def test_a_kernel_by_name_is_that_kernel():
-    """As in every search: what no kernel can take is refused where one is asked for, and by default the reference takes it."""
+    """As in every search: an unsupported request is refused if a kernel is named, and goes to the reference by default."""
     points = torch.rand(9, 4)
     for impl in ("auto", "reference"):
         assert sonde.PointIndex.build(points, impl=impl).impl == "reference"
@@ -210,14 +211,14 @@ def test_a_kernel_by_name_is_that_kernel():
 
 
 def test_wide_queries_search_narrow_points():
-    """An index in float32 cannot answer in float64: it is checked, and then not used."""
+    """A float32 index cannot answer float64 queries: it is checked, then ignored."""
     queries, points, _ = made()
     index = sonde.PointIndex.build(points)
     assert same_bits(sonde.knn(queries.double(), points, 3, index=index), sonde.knn(queries.double(), points.double(), 3))
 
 
 def test_goes_through_compiled_functions(numba_target):
-    """An index is an argument like others; a new one compiles nothing again."""
+    """An index is an ordinary argument of compiled functions; a new one does not recompile."""
     torch._dynamo.reset()
     queries, points, features = made()
     fn = lambda q, p, f, index: sonde.knn_aggregate(q, p, f, 5, index=index) * 2
@@ -232,7 +233,7 @@ def test_goes_through_compiled_functions(numba_target):
 
 
 def test_can_be_built_in_a_graph(numba_target):
-    """PointIndex.build and the search with it are one graph."""
+    """PointIndex.build and the search with its result compile to one graph."""
     torch._dynamo.reset()
     queries, points, features = made()
     fn = lambda q, p, f: sonde.radius_aggregate(q, p, f, 0.3, index=sonde.PointIndex.build(p))
@@ -242,7 +243,7 @@ def test_can_be_built_in_a_graph(numba_target):
 
 
 def test_registration(numba_target):
-    """Schema, fake and tracing of the index agree, with and without segments."""
+    """Schema, fake implementation and tracing of the index agree, with and without segments."""
     from sonde.points._search.index.api import _point_index
 
     points = torch.rand(2, 70, 3)
@@ -252,7 +253,7 @@ def test_registration(numba_target):
 
 
 def test_orders_all_points(impl):
-    """A permutation; what is not finite is in the last leaf and stays there."""
+    """The order is a permutation, with non-finite points in the last leaf."""
     points = torch.rand(2, 100, 3)
     points[0, 7, 1], points[1, 50] = torch.nan, torch.inf
     index = sonde.PointIndex.build(points.to(impl.device), impl=impl.impl)
@@ -280,7 +281,8 @@ def test_orders_all_points(impl):
     ],
 )
 def test_an_exported_graph_is_of_one_algorithm(impl, M, N, points, word):
-    """Which one is a matter of sizes, so dynamic ones lie on one side; of many points, whatever the number of queries is."""
+    """Sizes choose the algorithm, so a dynamic size must stay on one side of the threshold; with many points any number of queries
+    does."""
     pytest.importorskip(impl)
 
     class Model(torch.nn.Module):
@@ -307,7 +309,7 @@ SEARCHES = {
 
 
 def exchange(a, b):
-    """Two rows, or two elements of one."""
+    """Swaps two rows, or two elements."""
 
     def write(p):
         kept = p[a].clone()
@@ -318,7 +320,7 @@ def exchange(a, b):
 
 
 def mirror(p):
-    """A, B, B, A becomes B, A, A, B: weights that grow evenly would not see it."""
+    """Turns A, B, B, A into B, A, A, B, which a hash with linearly growing weights would miss."""
     p[:4] = p[[1, 0, 0, 1]]
 
 
@@ -343,7 +345,7 @@ def through_numpy(p, write):
 @pytest.mark.parametrize("way", [through_data, through_numpy])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_no_write_goes_unseen(name, way, impl):
-    """No version counts these: the points' bits do."""
+    """Writes that bypass the version counter are found by hashing the points' bits."""
     if impl.device != "cpu":
         pytest.skip("the next test's")
     queries, points, features = made()
@@ -370,7 +372,7 @@ def test_inference_tensors_have_no_version():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_the_hash_is_of_the_callers_bits(dtype):
-    """Half-precision points, batches and ragged ones; NaN is no exception, nor are no points at all."""
+    """The hash covers half precision, batches, ragged batches, NaN and empty clouds."""
     g = torch.Generator().manual_seed(0)
     queries, rows = torch.rand(2, 5, 3, generator=g).to(dtype), torch.rand(2, 90, 3, generator=g).to(dtype)
     rows[0, 3] = torch.nan
@@ -393,7 +395,7 @@ def test_the_hash_is_of_the_callers_bits(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_every_hash_is_the_same(dtype):
-    """By the definition and by the kernels."""
+    """The reference and all kernels compute the same hash."""
     pytest.importorskip("numba")
     pytest.importorskip("triton")
     from sonde.op.register import decide
@@ -411,7 +413,7 @@ def test_every_hash_is_the_same(dtype):
 
 @pytest.mark.slow
 def test_compilers_compute_the_same_hash():
-    """In a compiled graph the definition may stand by itself, where no kernel is installed."""
+    """Compiling the reference, which a graph does where no kernel is installed, gives the same hash."""
     from sonde.points._search.hash import reference
 
     torch._dynamo.reset()
@@ -424,7 +426,8 @@ def test_compilers_compute_the_same_hash():
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_graph_says_it_in_its_results(name, numba_target):
-    """Nothing waits there: indices and counts are −1, distances, sums and all gradients NaN. Of the same points, the same bits."""
+    """A graph cannot raise without synchronising, so wrong points give −1 for indices and counts and NaN for distances, sums and
+    gradients. Right points give the same bits."""
     torch._dynamo.reset()
     queries, points, features = made()
     index = sonde.PointIndex.build(points)
@@ -466,7 +469,7 @@ def test_is_built_and_used_in_exported_and_fake_graphs(numba_target):
 
 
 def test_transforms_see_a_write(numba_target):
-    """torch.func hands over wrapped points, whose memory can be looked at all the same."""
+    """torch.func wraps the points, but their memory is still hashed."""
     queries, points, _ = made()
     index = sonde.PointIndex.build(points)
     length = lambda p: sonde.knn(queries, p, 3, index=index).distances.sum()

@@ -1,4 +1,4 @@
-"""Sums of any number of terms: as exact as the definition's, which torch adds pairwise, in every sum of the family."""
+"""Every long sum in the points family is as exact as the reference's, which torch adds pairwise."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def cloud(n, seed=0, scale=0.01):
 
 
 def line(n):
-    """Evenly spaced, so that each leaf is nearer to its end than the last by the same distance."""
+    """Evenly spaced points, so that consecutive leaves are equally far apart."""
     points = torch.zeros(n, 3)
     points[:, 0] = torch.linspace(0, 1, n)
     return points
@@ -38,7 +38,7 @@ def knn(k):
 
 
 WIDTH = torch.tensor(0.1)
-# name: the operator by implementation, arguments for n terms, and whether all rows have a gradient of ones
+# name: the operator by implementation, arguments for n terms, and whether the incoming gradient is all ones
 SUMS = {
     "neighbours": (radius(), lambda n: [cloud(FEW, 2), cloud(n), features(n), WIDTH], False),
     "centred": (radius(), lambda n: [cloud(FEW, 2), cloud(n), features(n, kind="centred"), WIDTH], False),
@@ -63,7 +63,7 @@ SUMS = {
 
 
 def check(name, impl, device, n):
-    """At most 2e-6 of the result's scale, or four times what the definition loses in the same dtype."""
+    """At most 2e-6 of the result's scale, or four times the reference's error in the same dtype."""
     call, make, ones = SUMS[name]
     call, args = call or knn(n), make(n)
     outs = tuple_of(call("reference")(*args))
@@ -83,7 +83,7 @@ def test_any_number_of_terms(name, numba_target):
 
 
 def test_what_cancels_leaves_nothing(numba_target):
-    """All points in one place pull in one direction, and not at all: in float64 as much as rounding of a few terms."""
+    """With all points in one place the gradients cancel: what is left in float64 is the rounding of a few terms."""
     operator = OPERATORS["radius_aggregate"]
     args = operator.make("one_pixel", M=17, N=333, F=33, dtype=torch.float64)
     assert_agrees(operator, numba_target, args, slack=True)
@@ -102,10 +102,10 @@ QUICK = ("features", "features of the nearest")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SUMS if name != "nearest"]
 )
 def test_any_number_of_terms_on_a_gpu(name, triton_target):
-    """Few enough of them for the interpreter. (The k nearest are 64 at most there.)"""
+    """With few enough terms for the interpreter. (On a GPU knn's k is at most 64.)"""
     check(name, "triton", triton_target.device, 1500 if triton_target.interpreted else MANY)
 
 
 def test_some_leaves_on_a_gpu(triton_target):
-    """A short version of these."""
+    """A short version of the tests above."""
     check("ever nearer", "triton", triton_target.device, 100)
