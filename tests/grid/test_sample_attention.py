@@ -97,6 +97,22 @@ def test_one_view_has_the_bits_of_none(target):
         assert all(torch.equal(a, b.view(a.shape)) for a, b in zip(grads, grads_1))
 
 
+def test_several_views_are_one_graph(target):
+    """Forward and backward, with sizes that change; a plan of the same call is made before and after."""
+    torch._dynamo.reset()
+    args = OPERATOR.make(B=2, C=4, H=4, W=5, Q=3, D=2, heads=2, octaves=1, views=3, device=target.device)
+    sonde.explain(OPERATOR.call(target), *args)
+    compiled = torch.compile(OPERATOR.call(target), fullgraph=True, dynamic=True, backend="aot_eager")
+    for seed, Q in ((0, 3), (1, 4)):
+        args = OPERATOR.make(B=2, C=4, H=4, W=5, Q=Q, D=2, heads=2, octaves=1, views=3, device=target.device, seed=seed)
+        with deterministic():
+            got, want = (value_and_grads(f, args) for f in (compiled, OPERATOR.call(target)))
+        for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]]):
+            torch.testing.assert_close(a, b)
+    assert len(sonde.explain(OPERATOR.call(target), *args).kernels) > 0
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("case", SEVERAL)
 def test_gradcheck(case, target):
     """All five gradients, with masks, several views and separate values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...op import checks
@@ -78,9 +79,10 @@ def arguments(
 
 
 def _rows(x: Tensor) -> Tensor:
-    if not recording():
+    """Views as rows of the batch."""
+    if torch.compiler.is_compiling() or not recording():
         return x.flatten(0, 1)
-    # of a device that may not be there, for which autograd cannot record a view
+    # a plan's device may not exist here, and then autograd cannot record a view
     return x.detach().flatten(0, 1).requires_grad_(x.requires_grad)
 
 
