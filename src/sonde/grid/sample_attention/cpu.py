@@ -112,10 +112,10 @@ def backward_pass(
         places = rows.take("samples", 4), rows.take("depths", 3)
         for name in pixels:
             x, part = wants[name], p.rows(found[name], first * views, first * views + n)
-            how: tuple[Any, ...] = weights, rows.take("grad", 4), _powers(p, 0)
             if name == "images":
-                how = scores, _stacked(rows) if shared else rows.take("queries", 4), _powers(p, octaves)
-            coef, row, powers = how
+                coef, row, powers = scores, _stacked(rows) if shared else rows.take("queries", 4), _powers(p, octaves)
+            else:
+                coef, row, powers = weights, rows.take("grad", 4), _powers(p, 0)
             writes = [name] if finished else []
             add_images_gradient(p, (n, *x.shape[1:]), [*places, coef, row], powers, x, part, writes, views, h)
     return p.returns(*(p.rounded(found[name], x.shape, x.dtype) for name, x in wants.items()))

@@ -67,10 +67,10 @@ def _config(p: Problem, samples: int, block_d: int, block_c: int, channels: int,
 
 
 def attend_config(p: Problem) -> Config:
-    """Two samples of two queries in flight, in half precision one of four: neighbouring queries read neighbouring
-    pixels.
+    """Two samples of two queries in flight (one of four in half precision): neighbouring queries read neighbouring pixels.
 
-    With an encoding, float32 takes a few registers more than Blackwell has for all heads; winners for the H200 have them all.
+    In float32 with an encoding, sums of all heads would spill on Blackwell, so a program takes half of them. The winners shipped
+    for the H200 take all.
     """
     block_c, held = _tile(p, 8), HELD // 2 if p.octaves and p.itemsize > 2 else HELD
     return _config(p, max(1, 128 // max(BLOCK_C, block_c)), 2 if p.itemsize > 2 else 1, block_c, p.C_v, held)
@@ -126,12 +126,12 @@ def is_long(p: Problem, config: Config) -> bool:
 
 
 def launch_attend(p: Problem, config: Config) -> Launch:
-    """A program for some heads of some queries."""
+    """The same with all registers."""
     return launch_queries(p, config)._replace(registers=REGISTERS)
 
 
 def launch_queries(p: Problem, config: Config) -> Launch:
-    """The same; the compiler chooses the number of registers only if sums take most of them."""
+    """A program for some heads of some queries; the compiler chooses the number of registers only if sums take most of them."""
     grid = (p.B * cdiv(p.Q, config.block_q), cdiv(p.heads, config.heads), 1)
     registers = REGISTERS if config.heads * _tiles(p, config)[0] < HELD else None
     constant = (*constants(p, config), config.heads, is_long(p, config))

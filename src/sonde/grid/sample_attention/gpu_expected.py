@@ -41,15 +41,12 @@ def expected_gradients(p: Problem, tensors: tuple[Any, ...], **at: int) -> dict[
     given = _operands(p, images, values, samples, queries, depths, mask)
     scale, sums = from_halves(*p.scale), {}
     for name, i in wanted.items():
-        whole = given.get(name) if name in ("images", "values") else None
-        shape = None if whole is None else whole.shape
-        sums[name] = torch.zeros(tensors[i].shape if shape is None else shape, dtype=p.wide, device=images.device)
+        like = given[name] if name in ("images", "values") else tensors[i]  # buffers of images may be flat
+        sums[name] = torch.zeros(like.shape, dtype=p.wide, device=images.device)  # type: ignore[union-attr]
     if "delta" in wanted:
         sums["delta"] = delta
     for q, part in _parts(p, given):
         leaves = {k: x if x is None or k == "mask" else x.detach().requires_grad_() for k, x in part.items()}
-        if mask is not None:
-            part["samples"] = torch.where(part["mask"][..., None], part["samples"], torch.nan)
         with torch.enable_grad():
             at_samples = leaves["samples"] if mask is None else torch.where(part["mask"][..., None], leaves["samples"], torch.nan)
             rows = leaves["queries"].repeat_interleave(p.V, 0)
