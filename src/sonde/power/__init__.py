@@ -3,7 +3,8 @@
 from .attention import attention
 from .copy import copy
 from .mm import mm
+from .power_attention import PowerState, power_attention
 from .sympow import sympow, sympow_dim
 from .sympow_mm import sympow_mm
 
-__all__ = ["attention", "copy", "mm", "sympow", "sympow_dim", "sympow_mm"]
+__all__ = ["PowerState", "attention", "copy", "mm", "power_attention", "sympow", "sympow_dim", "sympow_mm"]

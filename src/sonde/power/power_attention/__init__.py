@@ -1,0 +1,3 @@
+from .api import PowerState, power_attention
+
+__all__ = ["PowerState", "power_attention"]

@@ -1,0 +1,100 @@
+"""What ``power_attention`` means, in plain PyTorch: the quadratic form, with a state before and after the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...op.dtypes import accumulator
+from .._dense.reference import product
+from .._sympow.basis import default_tile, dimension
+from .._sympow.reference import power_of
+
+LEAST_GATE = -1000.0  # no weight passes a gate below it, in any dtype; so −∞ is a gate as well
+WIDEST_STATE = 32  # the largest d with a state, where the power is 4
+CHUNK = 1024  # rows of a chunk, unless given
+
+
+def power_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None,
+    power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The result, the new state, and in place of what only backward passes read, empty tensors."""
+    wide = accumulator(q, k, v, log_gate, S, z)
+    groups, tile = q.shape[2] // max(1, k.shape[2]), default_tile(q.shape[3])
+    x, y, values = (t.to(wide).transpose(1, 2) for t in (q, k, v))  # heads first
+    G = sums_of_gates(log_gate, k)
+    i = torch.arange(q.shape[1], device=q.device)
+    seen = i <= i[:, None]
+    decay = (G[..., :, None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp().to(wide)
+    left = G.exp().to(wide)[..., None]  # of what the sequence began with
+    keys, values_of, decays, lefts = (t.repeat_interleave(groups, 1) for t in (y, values, decay, left))
+    factor = scale_of(q, scale) ** power
+    weights = torch.where(seen, product(x, keys.mT) ** power * decays, 0) * factor
+    total, norm = product(weights, values_of), weights.sum(-1, keepdim=True)
+    lengths = length(y, power)
+    most = product(decay, lengths[..., None])
+    if S is not None and z is not None and norms is not None:
+        phi = power_of(x, power, tile, True) * (factor * lefts)
+        total = total + product(phi, S.to(wide).repeat_interleave(groups, 1))
+        norm = norm + product(phi, z.to(wide)[..., None].repeat_interleave(groups, 1))
+        most = most + left.detach() * norms.to(wide)[..., None, None]
+    most = most.detach().repeat_interleave(groups, 1) * (factor * length(x, power)[..., None])
+    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)
+    out = torch.where(dead, 0, total / torch.where(dead, 1, norm)).transpose(1, 2).to(q.dtype)
+    nothing = out.detach()[..., 0, :0]
+    made = _state(y, values, G, S, z, norms, power, tile, wide) if return_state else [nothing.to(wide)] * 3
+    return out.contiguous(), *made, *[nothing.to(wide).clone() for _ in range(3)]
+
+
+def _state(
+    y: Tensor, values: Tensor, G: Tensor, S: Tensor | None, z: Tensor | None, norms: Tensor | None, power: int, tile: int,
+    wide: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """What the sequence leaves to the next one."""
+    end = G[..., -1:] if G.shape[-1] else G.new_zeros(*G.shape[:-1], 1)
+    left, last = (end - G).exp().to(wide)[..., None], end.exp().to(wide)
+    phi = power_of(y, power, tile, True)
+    made = [product(phi.mT, values * left), product(phi.mT, left)[..., 0]]
+    made.append(product(length(y, power)[..., None, :], left.detach())[..., 0, 0])
+    if S is not None and z is not None and norms is not None:
+        made = [made[0] + last[..., None] * S.to(wide), made[1] + last * z.to(wide), made[2] + last[..., 0].detach() * norms.to(wide)]
+    return made
+
+
+def sums_of_gates(log_gate: Tensor | None, k: Tensor) -> Tensor:
+    """G, the inclusive sums of the gates, heads first and in float64, where their differences are exact."""
+    if log_gate is None:
+        return torch.zeros(k.shape[0], k.shape[2], k.shape[1], dtype=torch.float64, device=k.device)
+    return log_gate.double().clamp(min=LEAST_GATE).transpose(1, 2).cumsum(-1)
+
+
+def length(x: Tensor, power: int) -> Tensor:
+    """‖x‖^p of the last dimension, without a gradient."""
+    found: Tensor = (x.detach() * x.detach()).sum(-1) ** (power // 2)
+    return found
+
+
+def threshold(wide: torch.dtype) -> float:
+    """A sum of weights below this share of its largest possible value is rounding alone."""
+    return 64 * torch.finfo(wide).eps
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) -> int:
+    """The rows of a chunk: all of them for sequences so short that the quadratic form costs less."""
+    if chunk_size is not None:
+        return max(1, min(int(chunk_size), T)) if T > 0 else 1
+    D = dimension(d, power, default_tile(d))
+    if (power > 2 and d > WIDEST_STATE) or T <= 2 * CHUNK or T * (d + e) <= 6 * D * e:
+        return max(1, T)
+    return CHUNK
+
+
+def kept_dtype(q: Tensor, k: Tensor, v: Tensor, wide: torch.dtype) -> torch.dtype:
+    """The dtype of the states of chunks, which are multiplied again: bfloat16 has the range for it, float16 has not."""
+    return torch.bfloat16 if q.dtype == k.dtype == v.dtype == torch.bfloat16 and wide == torch.float32 else wide
