@@ -42,6 +42,7 @@ class Operator:
     align: str = ""  # the argument that says whether ±1 are pixel centres
     searched: tuple[str, ...] = ()  # queries and points of a search; the float64 truth must use the same neighbours
     places: tuple[str, ...] = ()  # arguments that are positions or widths, not values; the last holds the positions of the data
+    exponents: tuple[str, ...] = ()  # arguments that must not be positive
     factors: tuple[str, int] | None = None  # an argument that multiplies the terms of a sum, and the summed dimension in it
     summed: tuple[str, ...] = ()  # one number for many rows: its gradient is a long sum, which may cancel
     # The dimension of each argument that counts queries. Queries are independent, so a truth is computed in slices of them.
@@ -434,6 +435,21 @@ _ALL = (
         result=0,
         typical="d64_4k",
         on_cpu=dict(B=1, heads=2, T=512, S=512),
+    ),
+    Operator(
+        "power_attention",
+        **_POWER,
+        letters=dict(Q="T", C="d"),
+        fixed=("d", "groups"),
+        least=dict(heads=1, groups=1, d=1),
+        as_given=("d", "groups"),
+        converts=True,
+        rounded=True,
+        exponents=("log_gate",),
+        queries=dict(q=0, k=0, v=0, log_gate=0),
+        result=0,
+        typical="d64_4k",
+        on_cpu=dict(B=1, heads=2, T=512),
     ),
     Operator(
         "point_index",

@@ -11,7 +11,8 @@ from ...jit.steps import Pass
 from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
-from .reference import residual_dtype, scale_of
+from .._dense.reference import residual_dtype
+from .reference import scale_of
 
 BLOCK = 1 << 20  # logits at a time
 

@@ -19,7 +19,8 @@ from .._dense.gpu_kernels import TRITON
 from .._sympow.gpu import parts
 from . import gpu_configs, gpu_kernels
 from .gpu_configs import Config, Problem, Strides
-from .reference import residual_dtype, scale_of
+from .._dense.reference import residual_dtype
+from .reference import scale_of
 
 FORCE_INT64 = False
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .._dense.reference import product
+from .._dense.reference import product, residual_dtype
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tf32: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,11 +26,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 def scale_of(q: Tensor, scale: float | None) -> float:
     """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
     return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-def residual_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """The dtype of the result's rounding error, which the gradient needs; None if the result is not rounded."""
-    wide = accumulator(q, k, v)
-    if q.dtype == wide:
-        return None
-    return q.dtype if q.dtype == k.dtype == v.dtype else wide

@@ -11,6 +11,7 @@ from ...op.dtypes import accumulator
 from ...op.plan import Impl
 from ...op.register import operator
 from .._dense.arguments import number, tf32
+from .._dense.reference import residual_dtype
 from .._sympow.basis import default_tile, dimension
 from . import reference
 
@@ -77,26 +78,27 @@ def _fake(
     def new(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=wide)
 
-    out = q.new_empty(B, T, n["hq"], e)
+    out, lost = q.new_empty(B, T, n["hq"], e), residual_dtype(q, k, v)
     state = (new(B, h, D, e), new(B, h, D), new(B, h)) if return_state else (new(B, T, 0), new(B, T, 0), new(B, T, 0))
     c = reference.rows_of_chunk(T, int(n["d"]), int(e), power, chunk_size)
+    kept = new(B, T, n["hq"]), q.new_empty((B, T, n["hq"], e) if lost else (B, T, 0), dtype=lost or q.dtype)
     if T <= c:
-        return out, *state, new(B, T, n["hq"]), new(B, T, 0), new(B, T, 0)
+        return out, *state, *kept, new(B, T, 0), new(B, T, 0)
     chunks = (T + c - 1) // c
     saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, wide))
-    return out, *state, new(B, T, n["hq"]), saved, new(B, chunks, h, D)
+    return out, *state, *kept, saved, new(B, chunks, h, D)
 
 
 _power_attention = operator(
     "power_attention(Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? S, Tensor? z, Tensor? norms, int power, float? scale, "
-    "SymInt? chunk_size, bool return_state, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "SymInt? chunk_size, bool return_state, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     package=__package__,
     reference=reference.power_attention,
     check=_shapes,
     fake=_fake,
     differentiable=("q", "k", "v", "log_gate", "S", "z"),
-    saved=(0, 4, 5, 6),
-    no_grad=(3, 4, 5, 6),
+    saved=(0, 4, 5, 6, 7),
+    no_grad=(3, 4, 5, 6, 7),
 )
 
 

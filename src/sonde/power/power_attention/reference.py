@@ -44,7 +44,7 @@ def power_attention(
     out = torch.where(dead, 0, total / torch.where(dead, 1, norm)).transpose(1, 2).to(q.dtype)
     nothing = out.detach()[..., 0, :0]
     made = _state(y, values, G, S, z, norms, power, tile, wide) if return_state else [nothing.to(wide)] * 3
-    return out.contiguous(), *made, *[nothing.to(wide).clone() for _ in range(3)]
+    return out.contiguous(), *made, *[nothing.to(wide).clone() for _ in range(4)]
 
 
 def _state(

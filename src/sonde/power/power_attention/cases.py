@@ -1,0 +1,93 @@
+"""Named inputs of ``power_attention``, used by tests, benchmarks, the tuner and the tables of the documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._sympow.basis import default_tile, dimension
+from .._sympow.reference import power_of
+
+SMALL = {
+    "odd_sizes": dict(B=2, T=13, d=5, heads=3),
+    "hostile": dict(B=1, T=9, d=4, heads=1, layout="hostile"),
+    "one_pixel": dict(B=1, T=1, d=1, heads=1),
+    "chunks": dict(B=2, T=45, d=8, heads=2, chunk=16),
+    "uneven_chunks": dict(B=1, T=37, d=20, heads=1, groups=2, e=7, chunk=15, begun=True, returned=True),
+    "ungated": dict(B=1, T=40, d=16, heads=2, chunk=32, gated=False),
+    "grouped": dict(B=2, T=33, d=16, heads=2, groups=3, e=9, chunk=16),
+    "decoding": dict(B=2, T=1, d=8, heads=2, groups=2, begun=True, returned=True),
+    "fourth": dict(B=1, T=11, d=4, heads=2, power=4, chunk=8, begun=True, returned=True),
+    "fourth_at_once": dict(B=1, T=19, d=40, heads=1, power=4),
+    "small_tiles": dict(B=1, T=21, d=6, heads=1, chunk=8, begun=True, returned=True),
+    "no_batch": dict(B=0, T=3, d=8, heads=2, begun=True, returned=True),
+    "no_rows": dict(B=1, T=0, d=8, heads=2, begun=True, returned=True),
+}
+BENCH = {
+    "d64_4k": dict(B=8, T=4096, d=64, heads=16),
+    "d64_16k": dict(B=2, T=16384, d=64, heads=16),
+    "d64_64k": dict(B=1, T=65536, d=64, heads=16),
+    "d128_16k": dict(B=2, T=16384, d=128, heads=16),
+}
+TARGETS: list[dict[str, Any]] = [
+    dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, returned=True), dtype="float32", everywhere=True),
+    dict(sizes=dict(B=1, T=4096, d=64, heads=2, chunk=1024), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=2048, d=128, heads=2, chunk=1024, begun=True, returned=True), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=200, d=80, heads=1, groups=3, e=33, chunk=128), dtype="float16"),
+    dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, begun=True), dtype="float64"),
+    dict(sizes=dict(B=1, T=1, d=64, heads=2, begun=True, returned=True), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=70, d=16, heads=1, power=4, chunk=32), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=300, d=256, heads=1), dtype="bfloat16"),
+]
+
+
+def make(
+    B: int, T: int, d: int, *, heads: int = 2, groups: int = 1, e: int | None = None, power: int = 2, chunk: int | None = None,
+    gated: bool = True, begun: bool = False, returned: bool = False, layout: str = "", dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0, **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of ``power_attention``; sizes that other operators have are ignored."""
+    g = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=g)
+
+    q, k, v = random(B, T, heads * groups, d), random(B, T, heads, d), random(B, T, heads, e or d)
+    gate = -0.05 - torch.rand(B, T, heads, device=device, generator=g) * (8 / max(8, T)) if gated else None
+    if layout == "hostile":  # values far apart in size
+        v[..., ::2] *= 30
+    state = None
+    if begun:  # with what 5 tokens leave
+        phi = power_of(random(B, heads, 5, d), power, default_tile(d), True)
+        state = [phi.mT @ random(B, heads, 5, e or d), phi.sum(2), phi.square().sum(-1).sqrt().sum(-1)]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gate, state = None if gate is None else gate.to(wide), None if state is None else tuple(x.to(wide) for x in state)
+    return q, k, v, gate, power, None, chunk, state, returned
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, power: int, scale: float | None, chunk_size: int | None, state: Any,
+    return_state: bool,
+) -> Tensor:  # fmt: skip
+    """What a user of plain PyTorch writes: the quadratic form, without a state."""
+    groups = q.shape[2] // k.shape[2]
+    x, y, values = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
+    weights = ((x @ y.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)) ** power
+    if log_gate is not None:
+        G = log_gate.float().cumsum(1).transpose(1, 2).repeat_interleave(groups, 1)
+        weights = weights * (G[..., :, None] - G[..., None, :]).exp()
+    weights = weights.tril()
+    return ((weights @ values.to(weights.dtype)) / weights.sum(-1, keepdim=True)).transpose(1, 2).to(q.dtype)
+
+
+def count(
+    B: int, T: int, d: int, heads: int = 2, groups: int = 1, e: int | None = None, power: int = 2, chunk: int | None = None, **_: Any
+) -> dict[str, int]:
+    """Elements that must move at least once, and terms that are added: two products with φ for each token."""
+    e, D = e or d, dimension(d, power, default_tile(d))
+    return dict(
+        read=B * T * heads * (groups * d + d + e), written=B * T * heads * groups * e, taps=B * T * heads * (groups + 1) * D * e
+    )
