@@ -52,6 +52,7 @@ class Operator:
     # -- results
     results: tuple[str, ...] = ("out",)
     graded: str = "out"  # the one with a gradient, if any
+    returns_more: bool = False  # an option makes it return more than that, in a tuple
     keeps_layout: bool = False  # a channels-last input gives a channels-last result
     any_rank: bool = False  # it takes tensors with any number of leading dimensions
     alone: bool = False  # it has one tensor, whose sizes no other fixes
@@ -161,7 +162,7 @@ class Operator:
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which returns what the public one does, reduced to one comparable result as in ``function``."""
-        if len(self.results) == 1:
+        if len(self.results) == 1 and not self.returns_more:
             return function
         pick, masks = self.pick, bool(self.searched)
 
@@ -175,6 +176,8 @@ class Operator:
     def pick(self) -> Callable[..., Any]:
         """Picks the result that has a gradient from what the public function or ``eager`` returns; all tensors if none has."""
         count, at = len(self.results), self.results.index(self.graded) if self.graded else None
+        if self.returns_more:
+            return lambda out: out[0] if isinstance(out, tuple) else out
         if count == 1:
             return lambda out: out
         return lambda out: tuple(out[:count]) if at is None else out[at]
@@ -204,7 +207,7 @@ class Operator:
         plain, options = self._parted
         call = partial(self.public, **dict(zip(options, args[plain:])), impl=impl)
         pick = self.pick
-        return (call if len(self.results) == 1 else lambda *given: pick(call(*given))), args[:plain]
+        return (call if len(self.results) == 1 and not self.returns_more else lambda *given: pick(call(*given))), args[:plain]
 
     @cached_property
     def _parted(self) -> tuple[int, list[str]]:
@@ -446,6 +449,7 @@ _ALL = (
         converts=True,
         rounded=True,
         exponents=("log_gate",),
+        returns_more=True,
         queries=dict(q=0, k=0, v=0, log_gate=0),
         result=0,
         typical="d64_4k",

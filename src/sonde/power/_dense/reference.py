@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...op.dtypes import accumulator
-
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in the dtype of both."""
@@ -17,9 +15,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def residual_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """The dtype of the result's rounding error, which the gradient needs; None if the result is not rounded."""
-    wide = accumulator(q, k, v)
-    if q.dtype == wide:
+def residual_dtype(wide: torch.dtype, *operands: Tensor) -> torch.dtype | None:
+    """The dtype of a result's rounding error, which its gradient needs; None if the result, like the first operand, is not rounded."""
+    if operands[0].dtype == wide:
         return None
-    return q.dtype if q.dtype == k.dtype == v.dtype else wide
+    return operands[0].dtype if len({x.dtype for x in operands}) == 1 else wide

@@ -30,7 +30,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, 
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tf32: bool) -> tuple[Tensor, Tensor, Tensor]:
     n = _shapes(q, k, v, causal, scale, tf32)
     rows = n["B"], n["hq"], n["T"]
-    lost = residual_dtype(q, k, v)
+    lost = residual_dtype(accumulator(q, k, v), q, k, v)
     return (
         q.new_empty(*rows, n["e"]),
         q.new_empty(rows, dtype=accumulator(q, k, v)),

@@ -53,7 +53,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
     p = CpuPass(accumulator(q, k, v), dict(q=q, k=k, v=v))
     factor = scale_of(q, scale)
     rows, dtype, wide, h, e = tuple(q.shape[:3]), q.dtype, p.accumulator, k.shape[1], v.shape[3]
-    lost = residual_dtype(q, k, v)
+    lost = residual_dtype(accumulator(q, k, v), q, k, v)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = torch.empty(*rows, e, dtype=wide), torch.empty(rows, dtype=wide)

@@ -68,7 +68,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
     problem, slots = problem_of(p, ("q", "k", "v"), causal, scale, tf32)
     rows = q.shape[:3]
     out, lse = p.buffer("out", (*rows, v.shape[3]), q.dtype), p.buffer("lse", rows, p.accumulator)
-    dtype = residual_dtype(q, k, v)
+    dtype = residual_dtype(accumulator(q, k, v), q, k, v)
     lost = p.buffer("lost", (*rows, v.shape[3] if dtype else 0), dtype or q.dtype)
     p.launch(attend, problem, [slots["q"], slots["k"], slots["v"], out, lse, lost if dtype else None], writes=["out"])
     return p.returns(out, lse, lost)

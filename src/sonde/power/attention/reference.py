@@ -19,7 +19,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
         logits = logits.masked_fill(j > i[:, None], -torch.inf)
     out = product(logits.softmax(-1), values)
     rounded = out.to(q.dtype)
-    lost = (out - rounded.to(wide)).detach().to(residual_dtype(q, k, v)) if residual_dtype(q, k, v) else rounded.detach()[..., :0]
+    dtype = residual_dtype(wide, q, k, v)
+    lost = (out - rounded.to(wide)).detach().to(dtype) if dtype else rounded.detach()[..., :0]
     return rounded, logits.detach().logsumexp(-1), lost
 
 

@@ -78,14 +78,14 @@ def _fake(
     def new(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=wide)
 
-    out, lost = q.new_empty(B, T, n["hq"], e), residual_dtype(q, k, v)
+    out, lost = q.new_empty(B, T, n["hq"], e), residual_dtype(wide, q, k, v)
     state = (new(B, h, D, e), new(B, h, D), new(B, h)) if return_state else (new(B, T, 0), new(B, T, 0), new(B, T, 0))
     c = reference.rows_of_chunk(T, int(n["d"]), int(e), power, chunk_size)
     kept = new(B, T, n["hq"]), q.new_empty((B, T, n["hq"], e) if lost else (B, T, 0), dtype=lost or q.dtype)
     if T <= c:
         return out, *state, *kept, new(B, T, 0), new(B, T, 0)
     chunks = (T + c - 1) // c
-    saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, wide))
+    saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, power, wide))
     return out, *state, *kept, saved, new(B, chunks, h, D)
 
 

@@ -91,8 +91,8 @@ def forward_pass(
     state = [(B, h, D, e), (B, h, D), (B, h)] if return_state else [(B, T, 0)] * 3
     chunks = -(-T // size)
     kept = [(B, chunks, h, D, e), (B, chunks, h, D)] if several else [(B, T, 0)] * 2
-    lost = residual_dtype(q, k, v)
-    dtypes = dtype, wide, wide, wide, wide, lost or dtype, kept_dtype(q, k, v, wide) if several else wide, wide
+    lost = residual_dtype(wide, q, k, v)
+    dtypes = dtype, wide, wide, wide, wide, lost or dtype, kept_dtype(q, k, v, power, wide) if several else wide, wide
     shapes: list[tuple[int, ...]] = [(B, T, hq, e), *state, (B, T, hq), (B, T, hq, e) if lost else (B, T, 0), *kept]
 
     def run(*args: Tensor | None) -> tuple[Tensor, ...]:
@@ -159,7 +159,9 @@ def _outputs(
 def _folded(head: Head, chunk: Chunk, past: list[Tensor] | None, basis: Basis, power: int) -> list[Tensor]:
     """The state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]
-    S, z, norms = (x * chunk.whole for x in past) if past else (keys.new_zeros(basis.D, values.shape[1]), keys.new_zeros(basis.D), 0)
+    S, z, norms = (
+        (x * chunk.whole for x in past) if past else (keys.new_zeros(basis.D, values.shape[1]), keys.new_zeros(basis.D), 0)
+    )
     for rows in basis.blocks(len(keys)):
         phi = basis.phi(keys[rows]) * chunk.until[rows, None]
         S.addmm_(phi.mT, values[rows])
@@ -197,6 +199,7 @@ def backward_pass(
             incoming, rate = g[b, these], rates.detach()[b, :, these].mT
             shifts = -(incoming * o[b, these]).sum(-1) * rate  # derivatives by the sums of weights
             d_x, d_k, d_v = (torch.zeros_like(t) for t in head[:3])
+            passed = torch.zeros(T, dtype=torch.float64)  # how the weights of each key change with its gates
             later = [d_S.detach()[b, i].to(wide), d_z.detach()[b, i].to(wide)] if return_state else None
             chunks = _chunks(head, size)
             for n, chunk in reversed(list(enumerate(chunks))):
@@ -206,9 +209,9 @@ def backward_pass(
                 elif S is not None and z is not None:
                     past = [t.detach()[b, i].to(wide) for t in (S, z)]
                 for rows in _blocks(chunk.rows.stop - chunk.rows.start):
-                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v))
+                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v), passed)
                 if later is not None:
-                    _of_keys(head, chunk, later, basis, d_k, d_v)
+                    _of_keys(head, chunk, later, basis, d_k, d_v, passed)
                 if past is not None:
                     made = _of_queries(head, chunk, past, basis, (incoming, rate, shifts), d_x)
                     later = made if later is None else [x + y * chunk.whole for x, y in zip(made, later)]
@@ -220,8 +223,9 @@ def backward_pass(
                 found["S"][b, i], found["z"][b, i] = later
                 flow = sum(((x * t.detach()[b, i]).double().sum() for x, t in zip(later, (S, z))), flow)
             if log_gate is not None:
-                passed = (head.k * d_k).double().sum(-1) / power  # by Euler's theorem: what each key's weights contribute
-                found["log_gate"][b, :, i] = (flow + passed.cumsum(0) - passed).to(wide)
+                # what the gates let pass comes from the keys before them, and goes to the keys after them and to the new state
+                before = flow + passed.cumsum(0) - passed if return_state else -passed.flip(0).cumsum(0).flip(0)
+                found["log_gate"][b, :, i] = before.to(wide)
         if log_gate is not None:
             found["log_gate"].masked_fill_(log_gate < LEAST_GATE, 0)
         return tuple(found[name].to(dtype) for name, _, dtype in wanted)
@@ -235,15 +239,19 @@ def backward_pass(
     return p.returns(*made)
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of the results [groups, T, e]; one over sums of weights, and their gradients, [groups, T]
+Gradients = tuple[
+    Tensor, Tensor, Tensor
+]  # of the results [groups, T, e]; one over sums of weights, and their gradients, [groups, T]
 
 
-def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: tuple[Tensor, Tensor, Tensor]) -> None:
+def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: Gradients, passed: Tensor) -> None:
     """Add the gradients through the weights of some rows of a chunk."""
     (incoming, rate, shifts), (d_x, d_k, d_v) = (t[:, chunk.rows][:, rows] for t in given), made
     x, seen = head.x[:, chunk.rows][:, rows], slice(chunk.rows.start, chunk.rows.start + rows.stop)
     weights, slopes = _weights(x, head.k[seen], power, chunk.decays(rows))
-    slopes = slopes * (torch.matmul(incoming, head.v[seen].mT) * rate[..., None] + shifts[..., None])
+    toward = torch.matmul(incoming, head.v[seen].mT) * rate[..., None] + shifts[..., None]
+    passed[seen] += torch.where(weights == 0, 0, weights * toward).sum((0, 1))
+    slopes = torch.where(slopes == 0, 0, slopes * toward)
     d_x[:, chunk.rows][:, rows] += torch.matmul(slopes, head.k[seen])
     d_k[seen] += torch.matmul(slopes.mT, x).sum(0)
     d_v[seen] += torch.matmul((weights * rate[..., None]).mT, incoming).sum(0)
@@ -264,13 +272,15 @@ def _of_queries(head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, give
     return made
 
 
-def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor) -> None:
+def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, passed: Tensor) -> None:
     """Add the gradients of keys and values through the state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]
     for rows in basis.blocks(len(keys)):
         until = chunk.until[rows, None]
         d_phi = (values[rows] @ later[0].mT + later[1]) * until
-        d_k[chunk.rows][rows] += basis.gradient(d_phi, keys[rows])
+        d_keys = basis.gradient(d_phi, keys[rows])
+        d_k[chunk.rows][rows] += d_keys
+        passed[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power  # by Euler's theorem
         d_v[chunk.rows][rows] += basis.phi(keys[rows]) @ later[0] * until
 
 

@@ -58,7 +58,11 @@ def _state(
     made = [product(phi.mT, values * left), product(phi.mT, left)[..., 0]]
     made.append(product(length(y, power)[..., None, :], left.detach())[..., 0, 0])
     if S is not None and z is not None and norms is not None:
-        made = [made[0] + last[..., None] * S.to(wide), made[1] + last * z.to(wide), made[2] + last[..., 0].detach() * norms.to(wide)]
+        made = [
+            made[0] + last[..., None] * S.to(wide),
+            made[1] + last * z.to(wide),
+            made[2] + last[..., 0].detach() * norms.to(wide),
+        ]
     return made
 
 
@@ -95,6 +99,7 @@ def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) ->
     return CHUNK
 
 
-def kept_dtype(q: Tensor, k: Tensor, v: Tensor, wide: torch.dtype) -> torch.dtype:
-    """The dtype of the states of chunks, which are multiplied again: bfloat16 has the range for it, float16 has not."""
-    return torch.bfloat16 if q.dtype == k.dtype == v.dtype == torch.bfloat16 and wide == torch.float32 else wide
+def kept_dtype(q: Tensor, k: Tensor, v: Tensor, power: int, wide: torch.dtype) -> torch.dtype:
+    """The dtype of the states of chunks, which are multiplied again: bfloat16 has the range for that, float16 has not."""
+    narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and wide == torch.float32 and power == 2
+    return torch.bfloat16 if narrow else wide
