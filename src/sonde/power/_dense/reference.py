@@ -16,7 +16,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def residual_dtype(wide: torch.dtype, *operands: Tensor) -> torch.dtype | None:
-    """The dtype of a result's rounding error, which its gradient needs; None if the result, like the first operand, is not rounded."""
+    """The dtype of a result's rounding error, which its gradient needs; None if the result is not rounded."""
     if operands[0].dtype == wide:
         return None
     return operands[0].dtype if len({x.dtype for x in operands}) == 1 else wide

@@ -54,3 +54,29 @@ def add_described_products(
         y = b.load([column, k]).T if B_TURNED else b.load([k, column])
         total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype)
     return total
+
+
+@triton.jit
+def thirds(x, COMMON: tl.constexpr):
+    """A float32 fragment as three of bfloat16, whose sum it is, so that matrix units multiply it exactly."""
+    high = x.to(COMMON)
+    rest = x - high.to(x.dtype)
+    middle = rest.to(COMMON)
+    return high, middle, (rest - middle.to(x.dtype)).to(COMMON)
+
+
+@triton.jit
+def add_exactly(total, a, b, COMMON: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a @ b, where one of them has the dtype of the sums and the other COMMON; nothing is rounded before it is multiplied."""
+    if total.dtype == COMMON:
+        return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+    elif a.dtype == COMMON:
+        high, middle, low = thirds(b, COMMON)
+        total = tl.dot(a, low, total, out_dtype=total.dtype)
+        total = tl.dot(a, middle, total, out_dtype=total.dtype)
+        return tl.dot(a, high, total, out_dtype=total.dtype)
+    else:
+        high, middle, low = thirds(a, COMMON)
+        total = tl.dot(low, b, total, out_dtype=total.dtype)
+        total = tl.dot(middle, b, total, out_dtype=total.dtype)
+        return tl.dot(high, b, total, out_dtype=total.dtype)

@@ -37,3 +37,23 @@ def grouped(program, rows, columns, GROUP: tl.constexpr):
     first = program // per_group * GROUP
     height = tl.minimum(rows - first, GROUP)
     return first + program % per_group % height, program % per_group // height
+
+
+@triton.jit
+def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
+    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside."""
+    column = tl.arange(0, BLOCK)[None, :]
+    if WIDTH == BLOCK:
+        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None], other=0).to(COMMON)
+    else:
+        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None] & (column < WIDTH), other=0).to(COMMON)
+
+
+@triton.jit
+def load_columns(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
+    """The same, transposed: [WIDTH, rows]."""
+    column = tl.arange(0, BLOCK)[:, None]
+    if WIDTH == BLOCK:
+        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :], other=0).to(COMMON)
+    else:
+        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :] & (column < WIDTH), other=0).to(COMMON)

@@ -16,10 +16,10 @@ from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype, is_aligned
 from .._dense.gpu_kernels import TRITON
+from .._dense.reference import residual_dtype
 from .._sympow.gpu import parts
 from . import gpu_configs, gpu_kernels
 from .gpu_configs import Config, Problem, Strides
-from .._dense.reference import residual_dtype
 from .reference import scale_of
 
 FORCE_INT64 = False

@@ -7,32 +7,12 @@ import triton.language as tl
 
 from .._device.powers import exact
 from .._device.softmax import add_block
-from .._device.tiles import multiple, places
+from .._device.tiles import load_columns, load_rows, multiple, places
 
 HEADS = ["B_h", "groups", "T", "S"]
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
 REST = ["o_batch", "o_head", "o_row", "g_batch", "g_head", "g_row"]
 SCALE = ["scale", "scale_low"]
-
-
-@triton.jit
-def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
-    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside."""
-    column = tl.arange(0, BLOCK)[None, :]
-    if WIDTH == BLOCK:
-        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None], other=0).to(COMMON)
-    else:
-        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None] & (column < WIDTH), other=0).to(COMMON)
-
-
-@triton.jit
-def load_columns(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
-    """The same, transposed: [WIDTH, rows]."""
-    column = tl.arange(0, BLOCK)[:, None]
-    if WIDTH == BLOCK:
-        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :], other=0).to(COMMON)
-    else:
-        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :] & (column < WIDTH), other=0).to(COMMON)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def _fake(
     state = (new(B, h, D, e), new(B, h, D), new(B, h)) if return_state else (new(B, T, 0), new(B, T, 0), new(B, T, 0))
     c = reference.rows_of_chunk(T, int(n["d"]), int(e), power, chunk_size)
     kept = new(B, T, n["hq"]), q.new_empty((B, T, n["hq"], e) if lost else (B, T, 0), dtype=lost or q.dtype)
-    if T <= c:
+    if c >= T:
         return out, *state, *kept, new(B, T, 0), new(B, T, 0)
     chunks = (T + c - 1) // c
     saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, power, wide))

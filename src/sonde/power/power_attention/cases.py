@@ -55,19 +55,19 @@ def make(
         return torch.randn(*shape, device=device, generator=g)
 
     q, k, v = random(B, T, heads * groups, d), random(B, T, heads, d), random(B, T, heads, e or d)
-    if power > 2:  # no right angles, whose fourth power would be rounding alone
-        q[..., 0], k[..., 0] = q[..., 0] + 4, k[..., 0] + 4
+    if power > 2:  # no query is at right angles to its own key, which would make the fourth power rounding alone
+        k = k + q[:, :, ::groups]
     gate = -0.05 - torch.rand(B, T, heads, device=device, generator=g) * (8 / max(8, T)) if gated else None
     if layout == "hostile":  # values far apart in size
         v[..., ::2] *= 30
     state = None
     if begun:  # with what 5 tokens leave
         phi = power_of(random(B, heads, 5, d), power, default_tile(d), True)
-        state = [phi.mT @ random(B, heads, 5, e or d), phi.sum(2), phi.square().sum(-1).sqrt().sum(-1)]
+        state = phi.mT @ random(B, heads, 5, e or d), phi.sum(2), phi.square().sum(-1).sqrt().sum(-1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gate, state = None if gate is None else gate.to(wide), None if state is None else tuple(x.to(wide) for x in state)
-    return q, k, v, gate, power, None, chunk, state, returned
+    begin = None if state is None else tuple(x.to(wide) for x in state)
+    return q, k, v, None if gate is None else gate.to(wide), power, None, chunk, begin, returned
 
 
 def eager(

@@ -60,7 +60,8 @@ def _chunks(head: Head, size: int) -> list[Chunk]:
             found.append(Chunk(rows, one, one, one[0], None))
         else:
             G = head.gates[rows].cumsum(0)
-            found.append(Chunk(rows, *(x.to(head.k.dtype).exp() for x in (G, G[-1] - G, G[-1])), G))
+            since, until, whole = (x.to(head.k.dtype).exp() for x in (G, G[-1] - G, G[-1]))
+            found.append(Chunk(rows, since, until, whole, G))
     return found
 
 
@@ -95,9 +96,9 @@ def forward_pass(
     dtypes = dtype, wide, wide, wide, wide, lost or dtype, kept_dtype(q, k, v, power, wide) if several else wide, wide
     shapes: list[tuple[int, ...]] = [(B, T, hq, e), *state, (B, T, hq), (B, T, hq, e) if lost else (B, T, 0), *kept]
 
-    def run(*args: Tensor | None) -> tuple[Tensor, ...]:
-        q, k, v, log_gate, S, z, norms = args
-        assert q is not None and k is not None and v is not None
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None
+    ) -> tuple[Tensor, ...]:
         _refuse_growth(log_gate)
         out, *made, rates, left, states, moments = (torch.zeros(shape, dtype=x) for shape, x in zip(shapes, dtypes))
         for b, i, head in _heads(q, k, v, log_gate, wide):
@@ -186,10 +187,10 @@ def backward_pass(
     basis, several = Basis(d, power, default_tile(d), True), size < T
     wanted = [(name, t.shape, t.dtype) for (name, t), need in zip(inputs.items(), needs) if need and t is not None]
 
-    def run(*args: Tensor | None) -> tuple[Tensor, ...]:
-        grad, d_S, d_z, q, k, v, log_gate, S, z, out, rates, lost, states, moments = args
-        assert grad is not None and q is not None and k is not None and v is not None and out is not None and rates is not None
-        assert d_S is not None and d_z is not None and lost is not None and states is not None and moments is not None
+    def run(
+        grad: Tensor, d_S: Tensor, d_z: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None,
+        z: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor, states: Tensor, moments: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         found = {n: torch.zeros(t.shape, dtype=wide) for n, t in dict(q=q, k=k, v=v).items()}
         found |= {n: torch.zeros(t.shape, dtype=wide) for n, t in dict(log_gate=log_gate, S=S, z=z).items() if t is not None}
         o = out.detach().to(wide) + (lost.detach().to(wide) if lost.numel() else 0)
@@ -199,7 +200,7 @@ def backward_pass(
             incoming, rate = g[b, these], rates.detach()[b, :, these].mT
             shifts = -(incoming * o[b, these]).sum(-1) * rate  # derivatives by the sums of weights
             d_x, d_k, d_v = (torch.zeros_like(t) for t in head[:3])
-            passed = torch.zeros(T, dtype=torch.float64)  # how the weights of each key change with its gates
+            gains = torch.zeros(T, dtype=torch.float64)  # Σ w ∂w of each key, less that of the queries of the same token
             later = [d_S.detach()[b, i].to(wide), d_z.detach()[b, i].to(wide)] if return_state else None
             chunks = _chunks(head, size)
             for n, chunk in reversed(list(enumerate(chunks))):
@@ -209,23 +210,22 @@ def backward_pass(
                 elif S is not None and z is not None:
                     past = [t.detach()[b, i].to(wide) for t in (S, z)]
                 for rows in _blocks(chunk.rows.stop - chunk.rows.start):
-                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v), passed)
+                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v), gains)
                 if later is not None:
-                    _of_keys(head, chunk, later, basis, d_k, d_v, passed)
+                    _of_keys(head, chunk, later, basis, d_k, d_v, gains)
+                flow = 0.0  # Σ w ∂w of the keys before the chunk and the queries in it or after
                 if past is not None:
-                    made = _of_queries(head, chunk, past, basis, (incoming, rate, shifts), d_x)
+                    made = _of_queries(head, chunk, past, basis, (incoming, rate, shifts), d_x, gains)
                     later = made if later is None else [x + y * chunk.whole for x, y in zip(made, later)]
+                    flow = sum((x * y).sum(dtype=torch.float64).item() for x, y in zip(later, past))
                 elif later is not None:
                     later = [y * chunk.whole for y in later]
+                if log_gate is not None:  # a gate scales the weights of all keys before it and queries from it on
+                    added = gains[chunk.rows]
+                    found["log_gate"][b, chunk.rows, i] = (flow + added.cumsum(0) - added).to(wide)
             found["q"][b, :, these], found["k"][b, :, i], found["v"][b, :, i] = d_x.transpose(0, 1), d_k, d_v
-            flow = torch.zeros((), dtype=torch.float64)
-            if S is not None and z is not None and later is not None:
+            if S is not None and later is not None:
                 found["S"][b, i], found["z"][b, i] = later
-                flow = sum(((x * t.detach()[b, i]).double().sum() for x, t in zip(later, (S, z))), flow)
-            if log_gate is not None:
-                # what the gates let pass comes from the keys before them, and goes to the keys after them and to the new state
-                before = flow + passed.cumsum(0) - passed if return_state else -passed.flip(0).cumsum(0).flip(0)
-                found["log_gate"][b, :, i] = before.to(wide)
         if log_gate is not None:
             found["log_gate"].masked_fill_(log_gate < LEAST_GATE, 0)
         return tuple(found[name].to(dtype) for name, _, dtype in wanted)
@@ -239,25 +239,27 @@ def backward_pass(
     return p.returns(*made)
 
 
-Gradients = tuple[
-    Tensor, Tensor, Tensor
-]  # of the results [groups, T, e]; one over sums of weights, and their gradients, [groups, T]
+Gradients = tuple[Tensor, Tensor, Tensor]  # ∂out [groups, T, e]; one over the sums of weights, and the sums' gradients, [groups, T]
 
 
-def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: Gradients, passed: Tensor) -> None:
+def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: Gradients, gains: Tensor) -> None:
     """Add the gradients through the weights of some rows of a chunk."""
     (incoming, rate, shifts), (d_x, d_k, d_v) = (t[:, chunk.rows][:, rows] for t in given), made
     x, seen = head.x[:, chunk.rows][:, rows], slice(chunk.rows.start, chunk.rows.start + rows.stop)
     weights, slopes = _weights(x, head.k[seen], power, chunk.decays(rows))
     toward = torch.matmul(incoming, head.v[seen].mT) * rate[..., None] + shifts[..., None]
-    passed[seen] += torch.where(weights == 0, 0, weights * toward).sum((0, 1))
+    change = torch.where(weights == 0, 0, weights * toward).sum(0)
+    gains[seen] += change.sum(0)
+    gains[chunk.rows][rows] -= change.sum(1)
     slopes = torch.where(slopes == 0, 0, slopes * toward)
     d_x[:, chunk.rows][:, rows] += torch.matmul(slopes, head.k[seen])
     d_k[seen] += torch.matmul(slopes.mT, x).sum(0)
     d_v[seen] += torch.matmul((weights * rate[..., None]).mT, incoming).sum(0)
 
 
-def _of_queries(head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, given: Gradients, d_x: Tensor) -> list[Tensor]:
+def _of_queries(
+    head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, given: Gradients, d_x: Tensor, gains: Tensor
+) -> list[Tensor]:
     """Add the queries' gradients through the state before a chunk; returns the gradients of that state."""
     incoming, rate, shifts = (t[:, chunk.rows] for t in given)
     made = [torch.zeros_like(t) for t in past]
@@ -265,14 +267,16 @@ def _of_queries(head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, give
         rows_of, numbers = incoming[g] * (rate[g] * chunk.since)[:, None], shifts[g] * chunk.since
         for rows in basis.blocks(len(x)):
             d_phi = rows_of[rows] @ past[0].mT + numbers[rows, None] * past[1]
-            d_x[g, chunk.rows][rows] += basis.gradient(d_phi, x[rows])
+            d_queries = basis.gradient(d_phi, x[rows])
+            d_x[g, chunk.rows][rows] += d_queries
+            gains[chunk.rows][rows] -= (x[rows] * d_queries).sum(-1) / basis.power  # by Euler's theorem
             phi = basis.phi(x[rows])
             made[0].addmm_(phi.mT, rows_of[rows])
             made[1].addmv_(phi.mT, numbers[rows])
     return made
 
 
-def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, passed: Tensor) -> None:
+def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, gains: Tensor) -> None:
     """Add the gradients of keys and values through the state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]
     for rows in basis.blocks(len(keys)):
@@ -280,7 +284,7 @@ def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: T
         d_phi = (values[rows] @ later[0].mT + later[1]) * until
         d_keys = basis.gradient(d_phi, keys[rows])
         d_k[chunk.rows][rows] += d_keys
-        passed[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power  # by Euler's theorem
+        gains[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power
         d_v[chunk.rows][rows] += basis.phi(keys[rows]) @ later[0] * until
 
 

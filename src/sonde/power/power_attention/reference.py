@@ -30,7 +30,7 @@ def power_attention(
     left = G.exp().to(wide)[..., None]  # of what the sequence began with
     keys, values_of, decays, lefts = (t.repeat_interleave(groups, 1) for t in (y, values, decay, left))
     factor = scale_of(q, scale) ** power
-    weights = torch.where(seen, product(x, keys.mT) ** power * decays, 0) * factor
+    weights = torch.where(seen, product(x, keys.mT), 0) ** power * decays * factor
     total, norm = product(weights, values_of), weights.sum(-1, keepdim=True)
     lengths = length(y, power)
     most = product(decay, lengths[..., None])

@@ -1,0 +1,260 @@
+"""Triton implementation of ``power_attention``: states of chunks, and weights within them.
+
+With power 2 and tiles of 4 or 8 everything runs on matrix units, on states without roots: kernels of this folder. Otherwise the
+part that goes through states is computed by the kernels of symmetric powers (``gpu_any_power.py``), in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...jit.launch import interpreting, vector_of
+from ...jit.steps import Pass
+from ...op.dtypes import accumulator
+from .._dense.gpu import common_dtype
+from .._dense.reference import residual_dtype
+from .._sympow.basis import default_tile, dimension
+from .._sympow.gpu import basis
+from . import gpu_any_power, gpu_launches
+from .gpu_configs import Problem, Strides
+from .reference import kept_dtype, rows_of_chunk, scale_of, threshold
+
+FORCE_INT64 = False
+KEPT = ("S", "z", "norms")
+
+
+def rows_of(p: Pass, name: str) -> tuple[str, Strides]:
+    """A slot with the argument's values and contiguous rows (a copy if needed), and its strides: batch, head and row."""
+    t = p.given[name]
+    assert t is not None
+    if t.stride(-1) != 1 and t.shape[-1] != 1:
+        slot = p.contiguous(name)
+        assert slot is not None
+        return slot, (t.shape[1] * t.shape[2] * t.shape[3], t.shape[3], t.shape[2] * t.shape[3])
+    return name, (t.stride(0), t.stride(2), t.stride(1))
+
+
+def problem_of(
+    p: Pass, names: Sequence[str], power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool
+) -> tuple[Problem, dict[str, str]]:
+    """The problem that the launches on these arguments solve, and the arguments' slots."""
+    q, v = cast(Tensor, p.given["q"]), cast(Tensor, p.given["v"])
+    gate, S = p.given["log_gate"], p.given["S"]
+    (B, T, hq, d), (h, e) = q.shape, v.shape[2:]
+    found = {name: rows_of(p, name) for name in names}
+    strides: Any = [found[name][1] if name in found else (0, 0, 0) for name in ("q", "k", "v", "out", "grad")]
+    C, tile, wide = rows_of_chunk(T, d, e, power, chunk_size), default_tile(d), p.accumulator
+    common = common_dtype(*(p.slots[slot].dtype for name, (slot, _) in found.items() if name != "out"))
+    if common == torch.float16:  # weights and states leave its range, so it is multiplied as tf32, which has as many digits
+        common, tf32 = torch.float32, not interpreting() and torch.version.hip is None
+    extent = max([T * abs(s[2]) for s in strides] + [T * hq * max(d, e)])
+    problem = Problem(
+        B, h, hq // max(1, h), T, C, -(-T // C), d, e, power, tile, dimension(d, power, tile), gate is not None,
+        T > C or S is not None, S is not None, return_state, 2.0 if scale_of(q, scale) == 0 else threshold(wide),
+        strides[0], strides[1], strides[2], strides[3], strides[4],
+        (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1)),
+        units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,
+        precision="tf32" if tf32 and common == torch.float32 else "ieee",
+        exact="tf32x3" if tf32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,
+    )  # fmt: skip
+    return problem, {name: slot for name, (slot, _) in found.items()}
+
+
+def prepared(p: Pass, problem: Problem, k: str) -> dict[str, str | None]:
+    """Record the kernel that adds gates and norms up within chunks; returns its slots."""
+    n, wide = problem, p.accumulator
+    rows, made = (n.B, n.h, n.T), dict[str, str | None](high=None, low=None, until=None, whole=None)
+    if n.gated:
+        made["high"], made["low"] = p.buffer("high", rows, wide), p.buffer("low", rows, wide)
+    crossed = n.crossed or n.returned
+    if crossed and n.gated:
+        made["until"], made["whole"] = p.buffer("until", rows, wide), p.buffer("whole", (n.B, n.h, n.chunks), wide)
+    made["lengths"] = p.buffer("lengths", rows, wide)
+    made["norms"] = p.buffer("norms of chunks", (n.B, n.h, n.chunks), wide) if crossed else None
+    takes = [k, "log_gate" if n.gated else None, *(made[x] for x in ("high", "low", "until", "whole", "lengths", "norms"))]
+    p.start(gpu_launches.prepare, takes, gpu_launches.launch_prepare(n))
+    return made
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None,
+    power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool,
+) -> Pass:  # fmt: skip
+    wide = accumulator(q, k, v, log_gate, S, z)
+    p = Pass(q.device, wide, dict(q=q, k=k, v=v, log_gate=log_gate, S=S, z=z, norms=norms))
+    n, slots = problem_of(p, ("q", "k", "v"), power, scale, chunk_size, return_state, tf32)
+    (B, T, hq, _), e, lost_dtype = q.shape, n.e, residual_dtype(wide, q, k, v)
+    nothing = (B, T, 0)
+    out = p.buffer("out", (B, T, hq, e), q.dtype)
+    state = [(B, n.h, n.D, e), (B, n.h, n.D), (B, n.h)] if return_state else [nothing] * 3
+    new = [p.buffer(f"new {name}", shape, wide) for name, shape in zip(KEPT, state)]
+    rates = p.buffer("rates", (B, T, hq), wide)
+    lost = p.buffer("lost", (B, T, hq, e) if lost_dtype else nothing, lost_dtype or q.dtype)
+    several = n.chunks > 1
+    shapes = [(B, n.chunks, n.h, n.D, e), (B, n.chunks, n.h, n.D)] if several or S is not None else [nothing] * 2
+    kinds = kept_dtype(q, k, v, power, wide) if shapes[0] != nothing else wide, wide
+    kept = [p.buffer(name, shape, kind) for name, shape, kind in zip(("states", "moments"), shapes, kinds)]
+    saved = kept if several else [p.buffer(name, nothing, wide) for name in ("no states", "no moments")]
+    writes = ["out", *(KEPT if return_state else ())]
+    if T == 1 and S is not None and return_state:
+        tables = basis(p, n.d // n.tile, power)
+        takes = [slots["q"], slots["k"], slots["v"], "log_gate" if n.gated else None]
+        takes += [p.contiguous(name) for name in KEPT]
+        p.launch(gpu_launches.step, n, [*takes, *tables, out, *new, rates, lost if lost_dtype else None], writes=writes)
+        return p.returns(out, *new, rates, lost, *saved)
+    about = prepared(p, n, slots["k"])
+    past: list[str | None] = [None, None, None]  # what the results read: states, moments, or what other kernels made of them
+    lengths = None
+    if n.crossed or return_state:
+        lengths = p.buffer("norms before chunks", (B, n.h, n.chunks), wide)
+        if n.paired:
+            _states(p, n, slots, about, kept if n.crossed else None, new if return_state else None, lengths)
+            past[:2] = kept if n.crossed else [None] * 2
+        else:
+            past[2] = gpu_any_power.states(p, n, slots, about, kept if several else None, new if return_state else None, lengths)
+    p.launch(
+        gpu_launches.outputs, n,
+        [*(slots[x] for x in "qkv"), about["high"], about["low"], about["lengths"], *past[:2], lengths if n.crossed else None,
+         past[2], out, rates, lost if lost_dtype else None], writes=["out"],
+    )  # fmt: skip
+    return p.returns(out, *new, rates, lost, *saved)
+
+
+def _states(
+    p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], kept: Sequence[str] | None,
+    new: Sequence[str] | None, lengths: str,
+) -> None:  # fmt: skip
+    """Record the states before each chunk, and the one after the last."""
+    count = n.chunks if n.returned else n.chunks - 1
+    tables, made = basis(p, n.d // n.tile, 2), [None, None]
+    if count > 0:
+        made = _folded(p, n, slots["k"], n.k, slots["v"], n.v, about["until"], about["until"], 1, 0, count)
+    nothing, whole = [None] * 3, about["whole"]
+    begin = [p.contiguous(name) for name in KEPT] if n.begun else nothing
+    end, before, names = new or nothing, kept or nothing, KEPT if new else ("", "", "")
+    launch = gpu_launches.launch_scan(n, n.e, 0, count)
+    p.start(
+        gpu_launches.scan, [tables[0], made[0], begin[0], whole, before[0], end[0], *[None] * 7], launch,
+        writes=[names[0]] if new else [],
+    )  # fmt: skip
+    launch = gpu_launches.launch_scan(n, 1, 0, count)
+    takes = [tables[0], made[1], begin[1], whole, before[1], end[1], about["norms"], begin[2], lengths, end[2], *[None] * 3]
+    p.start(gpu_launches.scan, takes, launch, writes=list(names[1:]) if new else [])
+
+
+def _folded(
+    p: Pass, n: Problem, x: str, x_strides: Strides, y: str, y_strides: Strides, factors: str | None, shares: str | None,
+    members: int, skipped: int, count: int,
+) -> list[Any]:  # fmt: skip
+    """Record Σ φ(x) yᵀ and Σ φ(x) over the rows of each chunk, where `members` heads of x share a state."""
+    name, wide = "queries" if members > 1 or skipped or x != "k" else "keys", p.accumulator
+    made = p.buffer(f"states of {name}", (n.B, n.h, count, n.D, n.e), wide)
+    moments = p.buffer(f"moments of {name}", (n.B, n.h, count, n.D), wide)
+    fold = gpu_launches.Fold(n, x_strides, y_strides, members, skipped, count)
+    tables = basis(p, n.d // n.tile, 2)
+    p.launch(gpu_launches.fold, gpu_launches.fold_problem(fold), [x, y, factors, tables[0], made])
+    p.start(gpu_launches.moments, [x, shares, moments], gpu_launches.launch_moments(fold))
+    return [made, moments]
+
+
+def backward_pass(
+    d_out: Tensor, d_S: Tensor, d_z: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None,
+    z: Tensor | None, norms: Tensor | None, power: int, scale: float | None, chunk_size: int | None, return_state: bool,
+    tf32: bool, out: Tensor, rates: Tensor, lost: Tensor, states: Tensor, moments: Tensor, *, needs: Sequence[bool],
+    deterministic: bool,
+) -> Pass:  # fmt: skip
+    wide = accumulator(q, k, v, log_gate, S, z)
+    inputs = dict(q=q, k=k, v=v, log_gate=log_gate, S=S, z=z)
+    plain = dict(power=None, scale=None, chunk_size=None, return_state=None, tf32=None)
+    saved = dict(out=out, rates=rates, lost=lost, states=states, moments=moments)
+    p = Pass(q.device, wide, dict(grad=d_out, d_S=d_S, d_z=d_z, **inputs, norms=norms, **plain, **saved))
+    n, slots = problem_of(p, ("q", "k", "v", "out", "grad"), power, scale, chunk_size, return_state, tf32)
+    wanted = dict(zip(inputs, needs))
+    made = {f"d_{x}": p.buffer(f"new d_{x}", cast(Tensor, t).shape, cast(Tensor, t).dtype) for x, t in inputs.items() if wanted[x]}
+    about = prepared(p, n, slots["k"])
+    heads = (n.B, n.h * n.groups, n.T)
+    rate, shift = p.buffer("rate", heads, wide), p.buffer("shift", heads, wide)
+    past = [p.buffer(x, heads, wide) if n.crossed else None for x in ("past rate", "past shift")]
+    takes = [slots["out"], p.contiguous("lost") if lost.shape[2:] != (0,) else None, slots["grad"], p.contiguous("rates")]
+    p.start(gpu_launches.row_factors, [*takes, about["high"], about["low"], rate, shift, *past], gpu_launches.launch_row_factors(n))
+    of_begin = n.begun and (wanted["S"] or wanted["z"] or wanted["log_gate"])
+    end = [p.buffer(f"whole d_{x}", t.shape, wide) for x, t in (("S", S), ("z", z)) if t is not None] if of_begin else [None] * 2
+    before, after, of_keys = ([None, None] for _ in range(3))
+    of_queries = flows = None
+    if (n.crossed or return_state) and not n.paired:
+        of_queries, of_keys, flows = gpu_any_power.gradients(p, n, slots, about, past, end if of_begin else None)
+    elif n.crossed or return_state:
+        before = _before(p, n, about)
+        if wanted["log_gate"] and n.crossed:
+            flows = p.buffer("flows", (n.B * n.h, n.chunks + 1, gpu_launches.flow_columns(n)), wide)
+        kind = kept_dtype(q, k, v, power, wide)
+        after = _after(p, n, slots, about, past, end if of_begin else None, kind, before, flows)
+    rows = [*(slots[x] for x in ("q", "k", "v", "grad")), about["high"], about["low"]]
+    of_gates = wanted["log_gate"]
+    if wanted["q"] or of_gates:
+        taken = p.buffer("taken", heads, wide) if of_gates else None
+        takes = [*rows, rate, shift, *before, of_queries, made.get("d_q"), taken]
+        p.launch(gpu_launches.query_gradients, n, takes, writes=["q"] if wanted["q"] else [])
+    if wanted["k"] or wanted["v"] or of_gates:
+        passed = p.buffer("passed", (n.B, n.h, n.T), wide) if of_gates else None
+        takes = [*rows, about["until"], rate, shift, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
+        p.launch(gpu_launches.key_gradients, n, takes, writes=[x for x in "kv" if wanted[x]])
+    if of_gates:
+        takes = [passed, taken, flows, "log_gate", made["d_log_gate"]]
+        p.start(gpu_launches.gate_gradient, takes, gpu_launches.launch_gate_gradient(n), writes=["log_gate"])
+    for x, found in zip(("S", "z"), end):
+        if wanted[x] and found is not None:
+            dtype = cast(Tensor, inputs[x]).dtype
+            p.call("copy_", lambda to, t: to.copy_(t), [made[f"d_{x}"], found], writes=[x]) if dtype != wide else None
+            if dtype == wide:
+                made[f"d_{x}"] = found
+    return p.returns(*made.values())
+
+
+def _before(p: Pass, n: Problem, about: dict[str, str | None]) -> list[Any]:
+    """The states before each chunk: those that were saved, or that of the only chunk."""
+    if not n.crossed:
+        return [None] * 2
+    if n.chunks > 1:
+        return [p.contiguous("states"), p.contiguous("moments")]
+    table = basis(p, n.d // n.tile, 2)[0]
+    kind = torch.bfloat16 if n.common == torch.bfloat16 else n.wide
+    kept = [p.buffer("states", (n.B, 1, n.h, n.D, n.e), kind), p.buffer("moments", (n.B, 1, n.h, n.D), n.wide)]
+    for x, made, e in zip(("S", "z"), kept, (n.e, 1)):
+        takes = [table, None, p.contiguous(x), about["whole"], made, *[None] * 8]
+        p.start(gpu_launches.scan, takes, gpu_launches.launch_scan(n, e, 0, 0))
+    return kept
+
+
+def _after(
+    p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], past: Sequence[str | None],
+    end: Sequence[str | None] | None, kind: torch.dtype, before: Sequence[str | None], flows: str | None,
+) -> list[Any]:  # fmt: skip
+    """The gradients of the states after each chunk, and, in `end`, that of the state before the first.
+
+    In `flows`, their products with the states.
+    """
+    skipped = 0 if end else 1
+    count, made = max(0, n.chunks - skipped) if n.crossed else 0, [None] * 2
+    if count:
+        made = _folded(p, n, slots["q"], n.q, slots["grad"], n.grad, past[0], past[1], n.groups, skipped, count)
+    kept: list[Any] = [None] * 2
+    if n.chunks > 1 or n.returned:
+        kept = [
+            p.buffer("d_states", (n.B, n.chunks, n.h, n.D, n.e), kind),
+            p.buffer("d_moments", (n.B, n.chunks, n.h, n.D), n.wide),
+        ]
+    table, programs = basis(p, n.d // n.tile, 2)[0], gpu_launches.scan_programs(n, n.e)
+    for i, (x, e) in enumerate((("S", n.e), ("z", 1))):
+        last = end[i] if end else None
+        if kept[i] is None and last is None:
+            continue
+        begin, state = (p.contiguous(name) if given else None for name, given in ((f"d_{x}", n.returned), (x, n.begun)))
+        takes = [table, made[i], begin, about["whole"], kept[i], last, *[None] * 4]
+        takes += [before[i], state, flows] if flows else [None] * 3
+        p.start(gpu_launches.scan, takes, gpu_launches.launch_scan(n, e, skipped, count, True, i * programs))
+    return kept

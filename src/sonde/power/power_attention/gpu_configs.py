@@ -1,0 +1,141 @@
+"""The problem that one launch of power attention solves, and its configurations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...jit.launch import power_of_2
+
+Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
+
+
+class Problem(NamedTuple):
+    B: int
+    h: int  # heads of keys and values
+    groups: int  # heads of queries for each of them
+    T: int
+    C: int  # rows of a chunk
+    chunks: int
+    d: int
+    e: int
+    power: int
+    tile: int  # of φ's basis
+    D: int
+    gated: bool
+    crossed: bool  # there is a state before some chunk
+    begun: bool  # there is one before the first
+    returned: bool  # the one after the last is wanted, or has a gradient
+    least: float  # the share of the largest possible sum of weights below which a sum is rounding
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides  # of the result in a backward pass, which is contiguous
+    grad: Strides
+    gate: Strides
+    units: tuple[int, ...]  # divisors of the strides of q, k, v, out and grad
+    common: torch.dtype  # fragments are multiplied in it
+    wide: torch.dtype  # and added in it
+    precision: str  # of products
+    exact: str  # of products that must not round
+    far: bool
+
+    @property
+    def half(self) -> bool:
+        return self.common.itemsize == 2
+
+    @property
+    def widest(self) -> int:
+        return max(self.d, self.e)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return power_of_2(max(16, self.d)), power_of_2(max(16, self.e))
+
+    @property
+    def paired(self) -> bool:
+        """Whether states are read by matrix units, as outer products of pieces of rows; otherwise other kernels multiply them."""
+        return self.power == 2 and self.tile in (4, 8) and self.widest <= 128
+
+    @property
+    def narrow(self) -> bool:
+        """Rows that are not loaded 16 bytes at a time."""
+        return min(self.units) < 8
+
+
+class Config(NamedTuple):
+    block_m: int  # rows that a program computes
+    block_n: int  # rows that it reads at a time; of a fold, columns of the state
+    tiles: int  # of φ that a program of a fold computes
+    num_warps: int
+    num_stages: int
+
+
+def output_config(p: Problem) -> Config:
+    if not p.half:
+        return Config(32, 32, 0, 4, 1) if p.widest <= 64 else Config(16, 16, 0, 4, 1)
+    if p.widest > 128:
+        return Config(32, 32, 0, 4, 1)
+    if p.narrow:
+        return Config(64, 32, 0, 4, 1)
+    return Config(128, 64, 0, 8, 2)
+
+
+def output_candidates(p: Problem) -> list[Config]:
+    shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2),
+              (128, 32, 4, 3)]  # fmt: skip
+    if not p.half:
+        shapes = [(32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (32, 16, 4, 1), (64, 32, 8, 1)]
+    return [output_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
+
+
+def fold_config(p: Problem) -> Config:
+    most = p.D // p.tile**2
+    if p.half:
+        return Config(64, 64, min(2, most), 4, 3)
+    return Config(16, 32, 1, 4, 2)
+
+
+def fold_candidates(p: Problem) -> list[Config]:
+    most = p.D // p.tile**2
+    shapes = [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 64, 4, 4, 3), (128, 64, 2, 4, 3), (64, 64, 2, 8, 3), (64, 64, 4, 8, 3),
+              (32, 64, 2, 4, 4), (64, 64, 2, 4, 2), (128, 64, 2, 8, 2)]  # fmt: skip
+    if not p.half:
+        shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
+    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= most)]
+
+
+def moment_config(p: Problem) -> Config:
+    return Config(64 if p.half else 16, 0, 0, 4 if p.d <= 64 else 8, 2)
+
+
+def query_config(p: Problem) -> Config:
+    return output_config(p)
+
+
+def key_config(p: Problem) -> Config:
+    if not p.half:
+        return Config(16, 16, 0, 4, 1)
+    if p.widest > 128:
+        return Config(32, 32, 0, 8, 1)
+    if p.narrow:
+        return Config(32, 32, 0, 4, 1)
+    return Config(64, 64, 0, 4, 2) if p.widest <= 64 else Config(64, 32, 0, 8, 1)
+
+
+def key_candidates(p: Problem) -> list[Config]:
+    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 64, 8, 2)]
+    if not p.half:
+        shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 32, 4, 1)]
+    return [key_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
+
+
+def step_config(p: Problem) -> Config:
+    """Rows and columns of the state at a time."""
+    return Config(128, 16, 0, 4, 3) if p.e > 8 else Config(128, 8, 0, 4, 3)
+
+
+def step_candidates(p: Problem) -> list[Config]:
+    shapes = [(128, 32, 4, 3), (256, 16, 4, 3), (64, 16, 4, 4), (64, 64, 4, 3), (256, 16, 8, 3), (64, 32, 4, 3), (128, 64, 8, 3)]
+    return [step_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]

@@ -1,0 +1,161 @@
+"""The launches of power attention's kernels, and what a search compares them with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ... import jit
+from ...jit.launch import Launch, cdiv, power_of_2, vector_of
+from ...jit.launch import accumulator as triton_dtype
+from .._dense.gpu_kernels import TRITON
+from . import gpu_configs, gpu_decoding, gpu_gradients, gpu_kernels, gpu_states
+from .gpu_configs import Config, Problem, Strides
+
+prepare, moments, scan = gpu_states._prepare, gpu_states._moments, gpu_states._scan
+row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
+
+
+class Fold(NamedTuple):
+    """Sums over the rows of chunks: of which rows, and for which chunks."""
+
+    n: Problem
+    x: Strides
+    y: Strides
+    members: int  # heads of x that share a state
+    skipped: int
+    chunks: int
+
+
+def _sizes(p: Problem) -> tuple[int, ...]:
+    return p.h, p.groups, p.T, p.C, p.chunks
+
+
+def _offset(p: Problem) -> tl.dtype:
+    return tl.int64 if p.far else tl.int32
+
+
+def launch_prepare(p: Problem) -> Launch:
+    constants = p.d, p.blocks[0], p.power, triton_dtype(p.wide), _offset(p), p.units, min(64, power_of_2(max(16, p.C)))
+    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.k, *p.gate), constants, 4)
+
+
+def fold_problem(fold: Fold) -> Problem:
+    """A launch for keys or queries: the rows take the places of q and v, so that winners are found by their sizes."""
+    p, units = fold.n, list(fold.n.units)
+    units[0], units[2] = vector_of(16, *fold.x), vector_of(16, *fold.y)
+    return p._replace(
+        q=fold.x, v=fold.y, groups=fold.members, units=tuple(units), chunks=fold.chunks, least=float(fold.skipped), begun=False,
+        returned=False, out=(0, 0, 0), grad=(0, 0, 0), gate=(0, 0, 0),
+    )  # fmt: skip
+
+
+def launch_fold(p: Problem, c: Config) -> Launch:
+    tiles = p.D // p.tile**2
+    grid = (cdiv(tiles, c.tiles) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
+    constants = (
+        tiles, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), p.units[0], p.units[2], c.block_m,
+        c.block_n, c.tiles,
+    )  # fmt: skip
+    return Launch(grid, (*_sizes(p), int(p.least), *p.q, *p.v), constants, c.num_warps, c.num_stages)
+
+
+def launch_moments(fold: Fold) -> Launch:
+    p, c = fold.n, gpu_configs.moment_config(fold.n)
+    sizes = (p.h, fold.members, p.T, p.C, p.chunks, fold.skipped, *fold.x)
+    constants = (
+        p.d, p.blocks[0], p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), vector_of(16, *fold.x), c.block_m,
+    )  # fmt: skip
+    return Launch((fold.chunks, p.B * p.h, 1), sizes, constants, c.num_warps, c.num_stages)
+
+
+def scan_programs(p: Problem, e: int) -> int:
+    """How many programs share a state with `e` columns."""
+    return cdiv(p.D * e, _scan_block(e))
+
+
+def flow_columns(p: Problem) -> int:
+    """Into how many parts the products of states and their gradients are cut."""
+    return scan_programs(p, p.e) + scan_programs(p, 1) if p.paired else 1
+
+
+def _scan_block(e: int) -> int:
+    return 1024 if e > 1 else 256
+
+
+def launch_scan(p: Problem, e: int, first: int, count: int, reverse: bool = False, column: int = 0) -> Launch:
+    constants = p.D * e, e, p.tile, reverse, triton_dtype(p.wide), _scan_block(e)
+    return Launch((scan_programs(p, e), p.B * p.h, 1), (p.h, p.chunks, first, count, flow_columns(p), column), constants, 4, 4)
+
+
+def _constants(p: Problem, last: bool, c: Config) -> tuple:
+    return (
+        p.d, p.e, *p.blocks, p.power, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, p.exact, _offset(p), p.units,
+        last, c.block_m, c.block_n,
+    )  # fmt: skip
+
+
+def launch_outputs(p: Problem, c: Config) -> Launch:
+    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c), c.num_warps, c.num_stages)
+
+
+def launch_row_factors(p: Problem) -> Launch:
+    constants = p.e, p.blocks[1], triton_dtype(p.wide), _offset(p), p.units, 32
+    return Launch((cdiv(p.T, 32), p.B * p.h * p.groups, 1), (*_sizes(p), *p.out, *p.grad), constants, 4)
+
+
+def launch_query_gradients(p: Problem, c: Config) -> Launch:
+    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c), c.num_warps, c.num_stages)
+
+
+def launch_key_gradients(p: Problem, c: Config) -> Launch:
+    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h, 1)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c), c.num_warps, c.num_stages)
+
+
+def launch_gate_gradient(p: Problem) -> Launch:
+    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.gate, flow_columns(p)), (min(1024, power_of_2(max(16, p.C))),), 4)
+
+
+def launch_step(p: Problem, c: Config) -> Launch:
+    numbers = (p.h, *p.q[:2], *p.k[:2], *p.v[:2], *p.gate[:2], p.least)
+    constants = (
+        p.d, p.e, p.blocks[0], p.D, p.power, p.tile, p.tile**p.power, p.groups, triton_dtype(p.wide), c.block_m, c.block_n,
+    )  # fmt: skip
+    return Launch((cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants, c.num_warps, c.num_stages)
+
+
+def fits(p: Problem, c: Config) -> bool:
+    """Whether the matrix units accept tiles of these sizes."""
+    return min(c.block_m, c.block_n) >= 16
+
+
+def fits_fold(p: Problem, c: Config) -> bool:
+    return fits(p, c) and 1 <= c.tiles <= p.D // p.tile**2
+
+
+SIZES = ("T", "chunks")
+BATCH = ("B", "q", "k", "v", "out", "grad", "gate", "least")
+outputs = jit.kernel(
+    gpu_kernels._outputs, "power.outputs", default=gpu_configs.output_config, candidates=gpu_configs.output_candidates,
+    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits,
+)  # fmt: skip
+fold = jit.kernel(
+    gpu_states._fold, "power.fold", default=gpu_configs.fold_config, candidates=gpu_configs.fold_candidates,
+    launch=launch_fold, sizes=SIZES, batch=BATCH, writes=(4,), fits=fits_fold,
+)  # fmt: skip
+query_gradients = jit.kernel(
+    gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
+    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(11, 12), fits=fits,
+)  # fmt: skip
+key_gradients = jit.kernel(
+    gpu_gradients._key_gradients, "power.attention_keys", default=gpu_configs.key_config, candidates=gpu_configs.key_candidates,
+    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(13, 14, 15), fits=fits,
+)  # fmt: skip
+step = jit.kernel(
+    gpu_decoding._step, "power.step", default=gpu_configs.step_config, candidates=gpu_configs.step_candidates,
+    launch=launch_step, sizes=SIZES, batch=BATCH, writes=(9, 10, 11, 12, 13, 14),
+)  # fmt: skip

@@ -1,0 +1,315 @@
+"""Kernels of power attention's states: gates and norms, what each chunk adds to the state, and the state before each chunk."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._device.powers import outer_columns
+from .._device.product import add_exactly
+from .._device.tiles import load_rows, multiple, places
+
+SIZES = ["h", "groups", "T", "C", "chunks"]
+X, Y = ["x_batch", "x_head", "x_row"], ["y_batch", "y_head", "y_row"]
+LEAST_GATE = tl.constexpr(-1000.0)  # as in the reference
+
+
+@triton.jit
+def after(kept, added, kept_later, added_later):
+    """Two steps of x → kept · x + added as one."""
+    return kept * kept_later, added * kept_later + added_later
+
+
+@triton.jit(do_not_specialize=[*SIZES, "k_batch", "k_head", "k_row", "g_batch", "g_head", "g_row"])
+def _prepare(
+    k,  # [B, h, T, d], rows contiguous
+    log_gate,  # [B, h, T], any strides; or None
+    high,  # [B, h, T], sums of the gates since the beginning of the chunk
+    low,  # and their rounding errors
+    until,  # [B, h, T], e to the gates from there to the end of the chunk
+    whole,  # [B, h, chunks], e to all gates of the chunk
+    lengths,  # [B, h, T], Σ ‖k_j‖^p e^{G_i − G_j} over the rows of the chunk so far
+    norms,  # [B, h, chunks], the same at its end
+    h,
+    groups,
+    T,
+    C,
+    chunks,
+    k_batch,
+    k_head,
+    k_row,
+    g_batch,
+    g_head,
+    g_row,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    POWER: tl.constexpr,
+    ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    UNITS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Gates are added in float64, since it is differences of their sums that count."""
+    chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row_of // h, row_of % h
+    start = chunk * C
+    stop = tl.minimum(start + C, T)
+    k += batch * multiple(k_batch, UNITS[1]) + head * multiple(k_head, UNITS[1])
+    total, norm = tl.zeros([], tl.float64), tl.zeros([], ACC)
+    here, last = row_of * T, tl.arange(0, BT) == BT - 1
+    for first in range(start, stop, BT):
+        i = places(first, BT, OFFSET)
+        x = load_rows(k, i, stop, multiple(k_row, UNITS[1]), D, BD, ACC)
+        length = tl.sum(x * x, 1)
+        if POWER == 4:
+            length = length * length
+        kept = tl.full([BT], 1, ACC)
+        if log_gate is not None:
+            gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=i < stop, other=0).to(tl.float64)
+            gate = tl.where(gate < LEAST_GATE, LEAST_GATE, gate)
+            G = total + tl.cumsum(gate, 0)
+            kept = tl.exp(gate.to(ACC))
+            rounded = G.to(ACC)
+            tl.store(high + here + i, rounded, mask=i < stop)
+            tl.store(low + here + i, (G - rounded.to(tl.float64)).to(ACC), mask=i < stop)
+            total = tl.sum(tl.where(last, G, 0), 0)
+        left, added = tl.associative_scan((kept, length), 0, after)
+        added += left * norm
+        tl.store(lengths + here + i, added, mask=i < stop)
+        norm = tl.sum(tl.where(last, added, 0), 0)
+    if norms is not None:
+        tl.store(norms + row_of * chunks + chunk, norm)
+        if log_gate is not None:
+            tl.store(whole + row_of * chunks + chunk, tl.exp(total.to(ACC)))
+            G = tl.zeros([], tl.float64)
+            for first in range(start, stop, BT):
+                i = places(first, BT, OFFSET)
+                gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=i < stop, other=0).to(tl.float64)
+                gate = tl.where(gate < LEAST_GATE, LEAST_GATE, gate)
+                sums = G + tl.cumsum(gate, 0)
+                tl.store(until + here + i, tl.exp((total - sums).to(ACC)), mask=i < stop)
+                G = tl.sum(tl.where(last, sums, 0), 0)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "skipped", *X, *Y])
+def _fold(
+    x,  # [B, h · groups, T, d], rows contiguous: keys, or queries
+    y,  # [B, h · groups, T, e], rows contiguous: values, or gradients of results
+    factors,  # [B, h · groups, T], of the rows of y; or None
+    tiles,  # [tiles, 2]
+    out,  # [B, h, chunks − skipped, D, e], Σ φ(x) yᵀ over the rows of each chunk, without roots
+    h,
+    groups,
+    T,
+    C,
+    chunks,
+    skipped,  # chunks at the beginning that nobody needs
+    x_batch,
+    x_head,
+    x_row,
+    y_batch,
+    y_head,
+    y_row,
+    COUNT: tl.constexpr,  # of tiles
+    E: tl.constexpr,
+    TILE: tl.constexpr,
+    ACC: tl.constexpr,
+    COMMON: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    Y_UNIT: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each."""
+    SPAN: tl.constexpr = TILE * TILE
+    across = tl.cdiv(E, BN)
+    tile = tl.program_id(0) // across * TILES
+    column = places(tl.program_id(0) % across * BN, BN, OFFSET)
+    made, row_of = tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    batch, head = row_of // h, row_of % h
+    start = (tl.program_id(1) + skipped) * C
+    stop = tl.minimum(start + C, T)
+    x_step, y_step = multiple(x_row, X_UNIT), multiple(y_row, Y_UNIT)
+    u_at, v_at, totals = (), (), ()
+    for t in tl.static_range(TILES):
+        known = tl.minimum(tile + t, COUNT - 1)
+        u_at = u_at + (tl.load(tiles + known * 2) * TILE,)
+        v_at = v_at + (tl.load(tiles + known * 2 + 1) * TILE,)
+        totals = totals + (tl.zeros([SPAN, BN], ACC),)
+    for member in range(groups):
+        row_head = head * groups + member
+        pieces = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT) + tl.arange(0, TILE)[:, None]
+        right = y + batch * multiple(y_batch, Y_UNIT) + row_head * multiple(y_head, Y_UNIT) + column[None, :]
+        for first in range(start, stop, BR):
+            row = places(first, BR, OFFSET)
+            inside = row < stop
+            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0)
+            if factors is not None:
+                factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
+                rows = rows.to(ACC) * factor[:, None]
+            rows = rows.to(COMMON)
+            at, sums = pieces + row[None, :] * x_step, ()
+            for t in tl.static_range(TILES):
+                u = tl.load(at + u_at[t], mask=inside[None, :], other=0).to(COMMON)
+                v = tl.load(at + v_at[t], mask=inside[None, :], other=0).to(COMMON)
+                sums = sums + (tl.dot(outer_columns(u, v), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
+            totals = sums
+    out += (row_of * made + tl.program_id(1)) * COUNT * SPAN * E
+    for t in tl.static_range(TILES):
+        r = (tile + t) * SPAN + tl.arange(0, SPAN)
+        tl.store(out + r[:, None] * E + column[None, :], totals[t], mask=(r < COUNT * SPAN)[:, None] & (column < E)[None, :])
+
+
+@triton.jit
+def packed(a, b, n, TILE: tl.constexpr):
+    """The row of φ that x_a · x_b is in, for tiles of pairs."""
+    s, t = a // TILE, b // TILE
+    less, more = tl.minimum(s, t), tl.maximum(s, t)
+    within = tl.where(s <= t, a % TILE * TILE + b % TILE, b % TILE * TILE + a % TILE)
+    return (less * n - less * (less - 1) // 2 + more - less) * (TILE * TILE) + within
+
+
+@triton.jit(do_not_specialize=[*SIZES, "skipped", *X])
+def _moments(
+    x,  # [B, h · groups, T, d], rows contiguous
+    factors,  # [B, h · groups, T], or None
+    out,  # [B, h, chunks − skipped, D], Σ factor · x_a x_b over the rows of each chunk
+    h,
+    groups,
+    T,
+    C,
+    chunks,
+    skipped,
+    x_batch,
+    x_head,
+    x_row,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    TILE: tl.constexpr,
+    ACC: tl.constexpr,
+    COMMON: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """z, as exact as float32: sums of weights of different signs may cancel."""
+    n: tl.constexpr = D // TILE
+    made, row_of = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    batch, head = row_of // h, row_of % h
+    start = (tl.program_id(0) + skipped) * C
+    stop = tl.minimum(start + C, T)
+    total = tl.zeros([BD, BD], ACC)
+    for member in range(groups):
+        rows = x + batch * multiple(x_batch, X_UNIT) + (head * groups + member) * multiple(x_head, X_UNIT)
+        for first in range(start, stop, BR):
+            row = places(first, BR, OFFSET)
+            right = load_rows(rows, row, stop, multiple(x_row, X_UNIT), D, BD, COMMON)
+            if factors is not None:
+                factor = tl.load(factors + (row_of * groups + member) * T + row, mask=row < stop, other=0)
+                left = right.T.to(ACC) * factor[None, :]
+                total = add_exactly(total, left, right, COMMON, PRECISION)
+            else:
+                total = tl.dot(right.T, right, total, input_precision=PRECISION, out_dtype=ACC)
+    a, b = tl.arange(0, BD)[:, None], tl.arange(0, BD)[None, :]
+    out += (row_of * made + tl.program_id(0)) * (n * (n + 1) // 2 * TILE * TILE)
+    tl.store(out + packed(a, b, n, TILE), total, mask=(a < D) & (b < D) & (a // TILE <= b // TILE))
+
+
+@triton.jit
+def scan_norms(row_of, norms, begin, whole, kept, end, chunks, ACC: tl.constexpr):
+    """The norms before each chunk and after the last: numbers, so one program adds them up."""
+    norm = tl.zeros([], ACC)
+    if begin is not None:
+        norm += tl.load(begin + row_of).to(ACC)
+    for chunk in range(chunks):
+        tl.store(kept + row_of * chunks + chunk, norm)
+        if whole is not None:
+            norm *= tl.load(whole + row_of * chunks + chunk)
+        norm += tl.load(norms + row_of * chunks + chunk)
+    if end is not None:
+        tl.store(end + row_of, norm)
+
+
+@triton.jit(do_not_specialize=["h", "chunks", "first", "count", "flow_columns", "flow_column"])
+def _scan(
+    tiles,  # [tiles, 2]
+    made,  # [B, h, count, D · E], what the chunks from `first` on add to the state; None if nothing
+    begin,  # [B, h, D · E], the state that another call left, or None
+    whole,  # [B, h, chunks], how much of the state a chunk keeps; or None
+    kept,  # [B, chunks, h, D · E], the state before each chunk (after it, if REVERSE); None if nobody needs it
+    end,  # [B, h, D · E], the state after the last one, or None
+    norms,  # [B, h, chunks], each chunk's own; or None
+    begin_norms,  # [B, h], or None
+    kept_norms,  # [B, h, chunks]
+    end_norms,  # [B, h], or None
+    states,  # [B, chunks, h, D · E], the states before each chunk, of which these are the gradients; None without `flows`
+    begin_state,  # [B, h, D · E], the one before the first as users see it, or None
+    flows,  # [B · h, chunks + 1, ≥ column + programs]: Σ state · gradient before each chunk; last, what all but the first add
+    h,
+    chunks,
+    first,
+    count,
+    flow_columns,
+    flow_column,
+    LENGTH: tl.constexpr,  # D · E
+    E: tl.constexpr,
+    TILE: tl.constexpr,
+    REVERSE: tl.constexpr,  # from the last chunk to the first, for the gradients of states
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Inside, a state has no roots and its tiles of squares are symmetric; `begin` and `end` are as users see them."""
+    row_of = tl.program_id(1).to(tl.int64)
+    batch, head = row_of // h, row_of % h
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = x < LENGTH
+    row, column = x // E, x % E
+    tile, within = row // (TILE * TILE), row % (TILE * TILE)
+    square = tl.load(tiles + tile * 2, mask=inside, other=0) == tl.load(tiles + tile * 2 + 1, mask=inside, other=0)
+    root = tl.where(square, tl.full([], 1, ACC), tl.full([], 1.4142135623730951, ACC))
+    before, given = tl.zeros([BLOCK], ACC), tl.zeros([BLOCK], ACC)
+    if begin is not None:
+        given = tl.load(begin + row_of * LENGTH + x, mask=inside, other=0).to(ACC)
+        twin = tile * (TILE * TILE) + tl.where(square, within % TILE * TILE + within // TILE, within)
+        other = tl.load(begin + row_of * LENGTH + twin * E + column, mask=inside, other=0).to(ACC)
+        before = (given + other) * (0.5 / root)
+    if flows is not None:
+        flows += row_of * (chunks + 1) * flow_columns + flow_column + tl.program_id(0)
+    total, left = tl.zeros([BLOCK], ACC), tl.full([], 1, ACC)
+    for step in range(chunks):
+        chunk = chunks - 1 - step if REVERSE else step
+        if kept is not None:
+            found = total + before * left if begin is not None else total
+            at = (batch * chunks + chunk) * h + head
+            tl.store(kept + at * LENGTH + x, found.to(kept.dtype.element_ty), mask=inside)
+            if flows is not None:  # noqa: SIM102 (decided at compile time)
+                if step > 0:
+                    state = tl.load(states + (at + h) * LENGTH + x, mask=inside, other=0).to(ACC)
+                    tl.store(flows + (chunk + 1) * flow_columns, tl.sum(state * found * (root * root), 0))
+        if whole is not None:
+            decay = tl.load(whole + row_of * chunks + chunk)
+            total *= decay
+            left *= decay
+        if made is not None:
+            here = inside & (chunk >= first) & (chunk < first + count)
+            total += tl.load(made + (row_of * count + chunk - first) * LENGTH + x, mask=here, other=0)
+    if end is not None:
+        found = total * root + given * left if begin is not None else total * root
+        tl.store(end + row_of * LENGTH + x, found, mask=inside)
+    if flows is not None:
+        through, skew = tl.zeros([], ACC), tl.zeros([], ACC)
+        if begin_state is not None:
+            state = tl.load(begin_state + row_of * LENGTH + x, mask=inside, other=0).to(ACC)
+            if end is not None:
+                through = tl.sum(state * found, 0)
+            if begin is not None:  # states inside are symmetric; what is not passes through all chunks
+                skew = tl.sum(state * (given - before * root) * left, 0)
+        tl.store(flows, through)
+        tl.store(flows + chunks * flow_columns, skew)
+    if norms is not None:  # noqa: SIM102 (decided at compile time)
+        if tl.program_id(0) == 0:
+            scan_norms(row_of, norms, begin_norms, whole, kept_norms, end_norms, chunks, ACC)
