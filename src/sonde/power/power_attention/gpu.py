@@ -175,36 +175,42 @@ def backward_pass(
     n, slots = problem_of(p, ("q", "k", "v", "out", "grad"), power, scale, chunk_size, return_state, tf32)
     wanted = dict(zip(inputs, needs))
     made = {f"d_{x}": p.buffer(f"new d_{x}", cast(Tensor, t).shape, cast(Tensor, t).dtype) for x, t in inputs.items() if wanted[x]}
-    about = prepared(p, n, slots["k"])
-    heads = (n.B, n.h * n.groups, n.T)
-    rate, shift = p.buffer("rate", heads, wide), p.buffer("shift", heads, wide)
-    past = [p.buffer(x, heads, wide) if n.crossed else None for x in ("past rate", "past shift")]
+    about, heads = prepared(p, n, slots["k"]), (n.B, n.h * n.groups, n.T)
+    rate, shift, balanced = (p.buffer(x, heads, wide) for x in ("rate", "shift", "balanced shift"))
+    past_rate, past_shift = (p.buffer(x, heads, wide) if n.crossed else None for x in ("past rate", "balanced past shift"))
+    plain_past = p.buffer("past shift", heads, wide) if n.crossed and not n.paired else None
     takes = [slots["out"], p.contiguous("lost") if lost.shape[2:] != (0,) else None, slots["grad"], p.contiguous("rates")]
-    p.start(gpu_launches.row_factors, [*takes, about["high"], about["low"], rate, shift, *past], gpu_launches.launch_row_factors(n))
-    of_begin = n.begun and (wanted["S"] or wanted["z"] or wanted["log_gate"])
-    end = [p.buffer(f"whole d_{x}", t.shape, wide) for x, t in (("S", S), ("z", z)) if t is not None] if of_begin else [None] * 2
-    before, after, of_keys = ([None, None] for _ in range(3))
-    of_queries = flows = None
-    if (n.crossed or return_state) and not n.paired:
-        of_queries, of_keys, flows = gpu_any_power.gradients(p, n, slots, about, past, end if of_begin else None)
-    elif n.crossed or return_state:
+    takes += [about["high"], about["low"], rate, shift, past_rate, plain_past]
+    p.start(gpu_launches.row_factors, takes, gpu_launches.launch_row_factors(n))
+
+    rows, of_gates = [*(slots[x] for x in ("q", "k", "v", "grad")), about["high"], about["low"]], wanted["log_gate"]
+    before: list[Any] = [None, None]
+    queries = of_queries = None
+    if n.crossed and n.paired:
         before = _before(p, n, about)
-        if wanted["log_gate"] and n.crossed:
+    elif n.crossed:
+        queries, of_queries = gpu_any_power.query_gradients(p, n, slots, (past_rate, plain_past))
+    takes = [*rows, rate, shift, *before, of_queries, made.get("d_q"), balanced, past_shift]
+    p.launch(gpu_launches.query_gradients, n, takes, writes=["q"] if wanted["q"] else [])
+
+    of_begin = n.begun and (wanted["S"] or wanted["z"] or of_gates)
+    end = [p.buffer(f"whole d_{x}", t.shape, wide) for x, t in (("S", S), ("z", z)) if t is not None] if of_begin else [None] * 2
+    after: list[Any] = [None, None]
+    of_keys: list[Any] = [None, None]
+    flows = None
+    if (n.crossed or return_state) and not n.paired:
+        of_keys, flows = gpu_any_power.gradients(p, n, slots, about, (past_rate, past_shift), queries, end if of_begin else None)
+    elif n.crossed or return_state:
+        if of_gates and n.crossed:
             flows = p.buffer("flows", (n.B * n.h, n.chunks + 1, gpu_launches.flow_columns(n)), wide)
         kind = kept_dtype(q, k, v, power, wide)
-        after = _after(p, n, slots, about, past, end if of_begin else None, kind, before, flows)
-    rows = [*(slots[x] for x in ("q", "k", "v", "grad")), about["high"], about["low"]]
-    of_gates = wanted["log_gate"]
-    if wanted["q"] or of_gates:
-        taken = p.buffer("taken", heads, wide) if of_gates else None
-        takes = [*rows, rate, shift, *before, of_queries, made.get("d_q"), taken]
-        p.launch(gpu_launches.query_gradients, n, takes, writes=["q"] if wanted["q"] else [])
+        after = _after(p, n, slots, about, (past_rate, past_shift), end if of_begin else None, kind, before, flows)
     if wanted["k"] or wanted["v"] or of_gates:
         passed = p.buffer("passed", (n.B, n.h, n.T), wide) if of_gates else None
-        takes = [*rows, about["until"], rate, shift, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
+        takes = [*rows, about["until"], rate, balanced, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
         p.launch(gpu_launches.key_gradients, n, takes, writes=[x for x in "kv" if wanted[x]])
     if of_gates:
-        takes = [passed, taken, flows, "log_gate", made["d_log_gate"]]
+        takes = [passed, flows, "log_gate", made["d_log_gate"]]
         p.start(gpu_launches.gate_gradient, takes, gpu_launches.launch_gate_gradient(n), writes=["log_gate"])
     for x, found in zip(("S", "z"), end):
         if wanted[x] and found is not None:
@@ -217,8 +223,6 @@ def backward_pass(
 
 def _before(p: Pass, n: Problem, about: dict[str, str | None]) -> list[Any]:
     """The states before each chunk: those that were saved, or that of the only chunk."""
-    if not n.crossed:
-        return [None] * 2
     if n.chunks > 1:
         return [p.contiguous("states"), p.contiguous("moments")]
     table = basis(p, n.d // n.tile, 2)[0]

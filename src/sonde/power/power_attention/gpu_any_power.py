@@ -7,7 +7,7 @@ than values: z. So the sums of weights are as exact as the sums of values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,16 @@ class _Matrices:
             return _chunked(rows if until is None else rows * until.mT[..., None], n, wide)
 
         return self.make("values and ones", run, [v, about["until"]], n.C, n.e + 1)
+
+    def gradients(self, name: str, grad: str, past: Sequence[str | None]) -> Slab:
+        """Of the sums over keys, and in the last column of the sums of weights."""
+        n, wide = self.n, self.wide
+
+        def run(grad: Tensor, rate: Tensor, shift: Tensor) -> Tensor:
+            found = torch.cat([grad.to(wide) * rate.mT[..., None], shift.mT[..., None]], 3)
+            return _chunked(found, n, wide)
+
+        return self.make(name, run, [grad, *past], n.groups * n.C, n.e + 1)
 
     def scan(self, made: Slab | None, begin: Sequence[str], about: dict[str, str | None], ends: bool, reverse: bool) -> list[str]:
         """The states before each chunk (after it, if `reverse`) [B, h, chunks, D, e + 1], and the one after the last."""
@@ -166,40 +176,45 @@ def _norms(p: Pass, n: Problem, about: dict[str, str | None], lengths: str, new:
     p.call("scan", run, [x for x in takes if x is not None], writes=["norms"] if new is not None else [])
 
 
-def gradients(
-    p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], past: Sequence[str | None],
-    end: Sequence[str | None] | None,
-) -> tuple[str | None, list[str | None], str | None]:  # fmt: skip
-    """Record the gradients of queries [B, h · groups, T, d], keys [B, h, T, d] and values [B, h, T, e] through the states.
+class Queries(NamedTuple):
+    """What both halves of a backward pass read: queries, and the states before their chunks."""
 
-    The third result is the sum of states times their gradients [B · h, chunks + 1, 1], as `_scan` computes it.
+    rows: Slab
+    states: Slab
+
+
+def query_gradients(p: Pass, n: Problem, slots: dict[str, str], past: Sequence[str | None]) -> tuple[Queries, str]:
+    """Record the gradients of queries through the states, [B, h · groups, T, d]."""
+    m = _Matrices(p, n)
+
+    def entering(S: Tensor, z: Tensor) -> Tensor:
+        both = torch.cat([S.to(m.wide), z.to(m.wide)[..., None]], -1)
+        return (both.transpose(1, 2) if n.chunks > 1 else both).reshape(m.count, n.D, n.e + 1)
+
+    of = ["states", "moments"] if n.chunks > 1 else ["S", "z"]
+    queries = Queries(m.rows("queries", slots["q"], n.groups, n.d), m.make("states before", entering, of, n.D, n.e + 1))
+    found = m.gradient(queries.rows, m.gradients("gradients", slots["grad"], past), queries.states, "gradients of queries")
+    return queries, _heads_first(p, n, found, n.groups, n.d)
+
+
+def gradients(
+    p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], past: Sequence[str | None], queries: Queries | None,
+    end: Sequence[str | None] | None,
+) -> tuple[list[str | None], str | None]:  # fmt: skip
+    """Record the gradients of keys [B, h, T, d] and values [B, h, T, e] through the states, and of the state before them all.
+
+    The second result is the sum of states times their gradients [B · h, chunks + 1, 1], as `_scan` computes it.
     """
     m, wide = _Matrices(p, n), p.accumulator
-    queries = rows = before = None
-    d_q: str | None = None
-    if n.crossed:
-        queries = m.rows("queries", slots["q"], n.groups, n.d)
-
-        def scaled(grad: Tensor, rate: Tensor, shift: Tensor) -> Tensor:
-            found = torch.cat([grad.to(wide) * rate.mT[..., None], shift.mT[..., None]], 3)
-            return _chunked(found, n, wide)
-
-        rows = m.make("gradients", scaled, [slots["grad"], *past], n.groups * n.C, n.e + 1)
-
-        def entering(S: Tensor, z: Tensor) -> Tensor:
-            both = torch.cat([S.to(wide), z.to(wide)[..., None]], -1)
-            return (both.transpose(1, 2) if n.chunks > 1 else both).reshape(m.count, n.D, n.e + 1)
-
-        of = ["states", "moments"] if n.chunks > 1 else ["S", "z"]
-        before = m.make("states before", entering, of, n.D, n.e + 1)
-        d_q = _heads_first(p, n, m.gradient(queries, rows, before, "gradients of queries"), n.groups, n.d)
-    made = m.product(queries, rows, "m", "gradients of states") if queries is not None and rows is not None else None
+    made = None
+    if queries is not None:
+        made = m.product(queries.rows, m.gradients("balanced gradients", slots["grad"], past), "m", "gradients of states")
     after, first = m.scan(made, ["d_S", "d_z"] if n.returned else [], about, True, True)
     if end is not None:
         _store(p, first, end[0], end[1], [], lambda t: t)
-    flows = None if before is None else _flows(m, before, after, first)
+    flows = None if queries is None else _flows(m, queries.states, after, first)
     if n.chunks == 1 and not n.returned:
-        return d_q, [None, None], flows
+        return [None, None], flows
     keys, values = m.rows("keys", slots["k"], 1, n.d), m.values(about, slots["v"])
     later = m.slab(after, n.D, n.e + 1)
     d_k = _heads_first(p, n, m.gradient(keys, values, later, "gradients of keys"), 1, n.d)
@@ -213,7 +228,7 @@ def gradients(
     shape = (n.B, n.h, n.T, n.e)
     scratch = 3 * n.B * n.h * (n.T + n.C) * (n.e + 1) * 8
     (d_v,) = p.call("copy_", faded, takes, [("gradients of values", shape, wide)], scratch=scratch)
-    return d_q, [d_k, d_v], flows
+    return [d_k, d_v], flows
 
 
 def _flows(m: _Matrices, before: Slab, after: str, first: str) -> str:

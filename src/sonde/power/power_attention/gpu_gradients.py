@@ -26,7 +26,7 @@ def _row_factors(
     low,
     rate,  # [B, h · groups, T], ∂(Σ w v) is this times ∂out
     shift,  # and ∂(Σ w) this
-    past_rate,  # the same of what comes from the state before the chunk; None if there is none
+    past_rate,  # the same for the state before the chunk; None if nobody needs it
     past_shift,
     h,
     groups,
@@ -68,7 +68,8 @@ def _row_factors(
             since = tl.exp(tl.load(high + gates, mask=inside, other=0) + tl.load(low + gates, mask=inside, other=0))
             found, moved = found * since, moved * since
         tl.store(past_rate + row_of * T + i, found, mask=inside)
-        tl.store(past_shift + row_of * T + i, moved, mask=inside)
+        if past_shift is not None:
+            tl.store(past_shift + row_of * T + i, moved, mask=inside)
 
 
 @triton.jit
@@ -110,7 +111,8 @@ def _query_gradients(
     moments,
     past,  # [B, h · groups, T, d], the gradient through the states, if other kernels computed it; or None
     d_q,  # [B, T, h · groups, d], or None
-    taken,  # [B, h · groups, T], Σ_j w_ij ∂w_ij, which is zero but for rounding; or None
+    balanced,  # [B, h · groups, T], `shift` so that Σ_j w_ij ∂w_ij = 0
+    past_shift,  # the same for the state before the chunk, or None
     h,
     groups,
     T,
@@ -144,7 +146,11 @@ def _query_gradients(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """∂q_i = Σ_j ∂w_ij · p (q_i·k_j)^{p−1} e^{G_i − G_j} k_j, where ∂w_ij = rate_i · ∂out_i·v_j + shift_i."""
+    """∂q_i = Σ_j ∂w_ij · p (q_i·k_j)^{p−1} e^{G_i − G_j} k_j, where ∂w_ij = rate_i · ∂out_i·v_j + shift_i.
+
+    Σ_j w_ij ∂w_ij should be 0. It is not, since weights were rounded for `out`, from which `shift` comes, and these errors would
+    add up in the gradients of gates. So the other gradients get a `shift` that makes it 0.
+    """
     n: tl.constexpr = D // TILE
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
@@ -183,7 +189,7 @@ def _query_gradients(
             total = total * (rate_i * since)[:, None] + toward * (shift_i * since)[:, None]
     elif past is not None:
         total = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
-    lost = tl.sum(total * queries.to(ACC), 1)  # by Euler's theorem
+    excess = tl.sum(total * queries.to(ACC), 1)  # p Σ_j w_ij ∂w_ij, by Euler's theorem
     whole = start + (first - start) // BN * BN
     for begin in range(start, tl.minimum(first + BM, stop), BN):
         j = places(begin, BN, OFFSET)
@@ -200,15 +206,16 @@ def _query_gradients(
             else:
                 d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
         d_products = tl.where(j[None, :] <= i[:, None], d_products, 0)
-        if taken is not None:
-            lost += tl.sum(d_products * products, 1)
+        excess += tl.sum(d_products * products, 1)
         total = tl.dot(d_products.to(COMMON), keys, total, input_precision=PRECISION, out_dtype=ACC)
     if d_q is not None:
         column = tl.arange(0, BD)[None, :]
         row = (batch * T + i) * heads + head
         tl.store(d_q + row[:, None] * D + column, total.to(d_q.dtype.element_ty), mask=(i < stop)[:, None] & (column < D))
-    if taken is not None:
-        tl.store(taken + row_of * T + i, lost * (1.0 / POWER), mask=i < stop)
+    shift_i -= rate_i * excess * (1.0 / POWER)
+    tl.store(balanced + row_of * T + i, shift_i, mask=i < stop)
+    if past_shift is not None:
+        tl.store(past_shift + row_of * T + i, shift_i * tl.exp(high_i + low_i), mask=i < stop)
 
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, *GRAD])
@@ -350,7 +357,6 @@ def _key_gradients(
 @triton.jit(do_not_specialize=[*SIZES, "g_batch", "g_head", "g_row", "flow_columns"])
 def _gate_gradient(
     passed,  # [B, h, T], Σ_i w_ij ∂w_ij of each key
-    taken,  # [B, h · groups, T], Σ_j w_ij ∂w_ij of each query
     flows,  # [B · h, chunks + 1, flow_columns], the sums over keys before each chunk and queries from it on, in parts; or None
     log_gate,  # [B, h, T], any strides
     d_log_gate,  # [B, T, h]
@@ -365,8 +371,8 @@ def _gate_gradient(
     flow_columns,
     BT: tl.constexpr,
 ):
-    """A gate scales the weights between all keys before it and all queries from it on: from token to token, the sum gains the
-    weights of a key and loses those of its queries. The latter are zero but for rounding, which would add up over the sequence."""
+    """A gate scales the weights between all keys before it and all queries from it on. From token to token, Σ w ∂w of these gains
+    the token's key, and loses its queries, whose sum is 0."""
     chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = chunk * C
@@ -384,8 +390,6 @@ def _gate_gradient(
         i = first + t
         inside = i < stop
         gain = tl.load(passed + row_of * T + i, mask=inside, other=0).to(tl.float64)
-        for member in range(groups):
-            gain -= tl.load(taken + (row_of * groups + member) * T + i, mask=inside, other=0).to(tl.float64)
         found = total + tl.cumsum(gain, 0) - gain
         total += tl.sum(gain, 0)
         gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
