@@ -154,9 +154,9 @@ def _folded(
     name, wide = "queries" if members > 1 or skipped or x != "k" else "keys", p.accumulator
     made = p.buffer(f"states of {name}", (n.B, n.h, count, n.D, n.e), wide)
     moments = p.buffer(f"moments of {name}", (n.B, n.h, count, n.D), wide)
-    fold = gpu_launches.Fold(n, x_strides, y_strides, members, skipped, count)
+    fold = gpu_launches.fold_of(n, x_strides, y_strides, members, skipped, count)
     tables = basis(p, n.d // n.tile, 2)
-    p.launch(gpu_launches.fold, gpu_launches.fold_problem(fold), [x, y, factors, tables[0], made])
+    p.launch(gpu_launches.fold, fold, [x, y, factors, tables[0], made])
     p.start(gpu_launches.moments, [x, shares, moments], gpu_launches.launch_moments(fold))
     return [made, moments]
 

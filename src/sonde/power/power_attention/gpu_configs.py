@@ -64,6 +64,39 @@ class Problem(NamedTuple):
         return min(self.units) < 8
 
 
+class Fold(NamedTuple):
+    """Sums of φ(x) yᵀ over the rows of chunks: keys and values, or queries and gradients."""
+
+    B: int
+    h: int
+    members: int  # heads of x that share a state
+    T: int
+    C: int
+    chunks: int  # to compute
+    skipped: int  # chunks at the beginning that nobody needs
+    d: int
+    e: int
+    tile: int
+    D: int
+    x: Strides
+    y: Strides
+    units: tuple[int, int]
+    common: torch.dtype
+    wide: torch.dtype
+    precision: str
+    exact: str
+    far: bool
+
+    @property
+    def half(self) -> bool:
+        return self.common.itemsize == 2
+
+    @property
+    def tiles(self) -> int:
+        """Of φ."""
+        return self.D // self.tile**2
+
+
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
     block_n: int  # rows that it reads at a time; of a fold, columns of the state
@@ -90,23 +123,21 @@ def output_candidates(p: Problem) -> list[Config]:
     return [output_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
 
 
-def fold_config(p: Problem) -> Config:
-    most = p.D // p.tile**2
+def fold_config(p: Fold) -> Config:
     if p.half:
-        return Config(64, 64, min(2, most), 4, 3)
+        return Config(64, 64, min(2, p.tiles), 4, 3)
     return Config(16, 32, 1, 4, 2)
 
 
-def fold_candidates(p: Problem) -> list[Config]:
-    most = p.D // p.tile**2
+def fold_candidates(p: Fold) -> list[Config]:
     shapes = [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 64, 4, 4, 3), (128, 64, 2, 4, 3), (64, 64, 2, 8, 3), (64, 64, 4, 8, 3),
               (32, 64, 2, 4, 4), (64, 64, 2, 4, 2), (128, 64, 2, 8, 2)]  # fmt: skip
     if not p.half:
         shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
-    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= most)]
+    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= p.tiles)]
 
 
-def moment_config(p: Problem) -> Config:
+def moment_config(p: Fold) -> Config:
     return Config(64 if p.half else 16, 0, 0, 4 if p.d <= 64 else 8, 2)
 
 

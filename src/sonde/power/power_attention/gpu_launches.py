@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton.language as tl
 
 from ... import jit
 from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
 from .._dense.gpu_kernels import TRITON
-from . import gpu_configs, gpu_decoding, gpu_gradients, gpu_kernels, gpu_states
-from .gpu_configs import Config, Problem, Strides
+from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_states
+from .gpu_configs import Config, Fold, Problem, Strides
 
 prepare, moments, scan = gpu_states._prepare, gpu_states._moments, gpu_states._scan
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
-
-
-class Fold(NamedTuple):
-    """Sums over the rows of chunks: of which rows, and for which chunks."""
-
-    n: Problem
-    x: Strides
-    y: Strides
-    members: int  # heads of x that share a state
-    skipped: int
-    chunks: int
 
 
 def _sizes(p: Problem) -> tuple[int, ...]:
     return p.h, p.groups, p.T, p.C, p.chunks
 
 
-def _offset(p: Problem) -> tl.dtype:
+def _offset(p: Problem | Fold) -> tl.dtype:
     return tl.int64 if p.far else tl.int32
 
 
@@ -41,33 +28,31 @@ def launch_prepare(p: Problem) -> Launch:
     return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.k, *p.gate), constants, 4)
 
 
-def fold_problem(fold: Fold) -> Problem:
-    """A launch for keys or queries: the rows take the places of q and v, so that winners are found by their sizes."""
-    p, units = fold.n, list(fold.n.units)
-    units[0], units[2] = vector_of(16, *fold.x), vector_of(16, *fold.y)
-    return p._replace(
-        q=fold.x, v=fold.y, groups=fold.members, units=tuple(units), chunks=fold.chunks, least=float(fold.skipped), begun=False,
-        returned=False, out=(0, 0, 0), grad=(0, 0, 0), gate=(0, 0, 0),
+def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chunks: int) -> Fold:
+    """The sums that these launches need."""
+    return Fold(
+        p.B, p.h, members, p.T, p.C, chunks, skipped, p.d, p.e, p.tile, p.D, x, y, (vector_of(16, *x), vector_of(16, *y)), p.common,
+        p.wide, p.precision, p.exact, p.far,
     )  # fmt: skip
 
 
-def launch_fold(p: Problem, c: Config) -> Launch:
-    tiles = p.D // p.tile**2
-    grid = (cdiv(tiles, c.tiles) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
+def launch_fold(p: Fold, c: Config) -> Launch:
+    grid = (cdiv(p.tiles, c.tiles) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
     constants = (
-        tiles, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), p.units[0], p.units[2], c.block_m,
-        c.block_n, c.tiles,
+        p.tiles, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, c.block_m, c.block_n,
+        c.tiles,
     )  # fmt: skip
-    return Launch(grid, (*_sizes(p), int(p.least), *p.q, *p.v), constants, c.num_warps, c.num_stages)
+    sizes = p.h, p.members, p.T, p.C, p.chunks, p.skipped
+    return Launch(grid, (*sizes, *p.x, *p.y), constants, c.num_warps, c.num_stages)
 
 
-def launch_moments(fold: Fold) -> Launch:
-    p, c = fold.n, gpu_configs.moment_config(fold.n)
-    sizes = (p.h, fold.members, p.T, p.C, p.chunks, fold.skipped, *fold.x)
+def launch_moments(p: Fold) -> Launch:
+    c = gpu_configs.moment_config(p)
+    sizes = (p.h, p.members, p.T, p.C, p.chunks, p.skipped, *p.x)
     constants = (
-        p.d, p.blocks[0], p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), vector_of(16, *fold.x), c.block_m,
+        p.d, power_of_2(max(16, p.d)), p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), p.units[0], c.block_m,
     )  # fmt: skip
-    return Launch((fold.chunks, p.B * p.h, 1), sizes, constants, c.num_warps, c.num_stages)
+    return Launch((p.chunks, p.B * p.h, 1), sizes, constants, c.num_warps, c.num_stages)
 
 
 def scan_programs(p: Problem, e: int) -> int:
@@ -133,30 +118,32 @@ def fits(p: Problem, c: Config) -> bool:
     return min(c.block_m, c.block_n) >= 16
 
 
-def fits_fold(p: Problem, c: Config) -> bool:
-    return fits(p, c) and 1 <= c.tiles <= p.D // p.tile**2
+def fits_fold(p: Fold, c: Config) -> bool:
+    return min(c.block_m, c.block_n) >= 16 and 1 <= c.tiles <= p.tiles
 
 
 SIZES = ("T", "chunks")
 BATCH = ("B", "q", "k", "v", "out", "grad", "gate", "least")
 outputs = jit.kernel(
     gpu_kernels._outputs, "power.outputs", default=gpu_configs.output_config, candidates=gpu_configs.output_candidates,
-    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits,
+    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits, expected=gpu_expected.outputs, tolerance=1e-2,
 )  # fmt: skip
 fold = jit.kernel(
     gpu_states._fold, "power.fold", default=gpu_configs.fold_config, candidates=gpu_configs.fold_candidates,
-    launch=launch_fold, sizes=SIZES, batch=BATCH, writes=(4,), fits=fits_fold,
+    launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(4,), fits=fits_fold, expected=gpu_expected.fold,
+    tolerance=1e-2,
 )  # fmt: skip
 query_gradients = jit.kernel(
     gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
     candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(11, 12, 13),
-    fits=fits,
+    fits=fits, expected=gpu_expected.query_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
     gpu_gradients._key_gradients, "power.attention_keys", default=gpu_configs.key_config, candidates=gpu_configs.key_candidates,
-    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(13, 14, 15), fits=fits,
+    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(13, 14, 15), fits=fits, expected=gpu_expected.key_gradients,
+    tolerance=2e-2,
 )  # fmt: skip
 step = jit.kernel(
     gpu_decoding._step, "power.step", default=gpu_configs.step_config, candidates=gpu_configs.step_candidates,
-    launch=launch_step, sizes=SIZES, batch=BATCH, writes=(9, 10, 11, 12, 13, 14),
+    launch=launch_step, sizes=SIZES, batch=BATCH, writes=(9, 10, 11, 12, 13, 14), expected=gpu_expected.step, tolerance=1e-2,
 )  # fmt: skip

@@ -1,0 +1,155 @@
+"""What a search compares the kernels of power attention with: plain PyTorch, a chunk of one batch entry at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._sympow.basis import Basis
+from .gpu_configs import Fold, Problem, Strides
+
+
+def _wide(common: torch.dtype) -> torch.dtype:
+    return torch.float32 if common.itemsize == 2 else torch.float64
+
+
+def _rows(t: Tensor, heads: int, p: Problem | Fold, width: int, strides: Strides) -> Tensor:
+    """[B, heads, T, width] as the kernel sees it, in a wider dtype."""
+    return t.as_strided((p.B, heads, p.T, width), (*strides, 1)).to(_wide(p.common))
+
+
+class _Part(NamedTuple):
+    """One chunk of one batch entry; keys and values are repeated for all heads of queries."""
+
+    at: tuple[int, slice, slice]  # batch, heads, rows
+    x: Tensor  # [hq, c, d]
+    y: Tensor
+    z: Tensor  # [hq, c, e]
+    decay: Tensor  # [hq, c, c], e^{G_i − G_j}, 0 after the query
+    since: Tensor  # [hq, c, 1]
+    chunk: int
+
+
+def _parts(p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None) -> Iterator[_Part]:
+    x, y, z = _rows(q, p.h * p.groups, p, p.d, p.q), _rows(k, p.h, p, p.d, p.k), _rows(v, p.h, p, p.e, p.v)
+    G = x.new_zeros(p.B, p.h, p.T) if high is None or low is None else high.to(x.dtype) + low.to(x.dtype)
+    for b in range(p.B):
+        for chunk in range(p.chunks):
+            rows = slice(chunk * p.C, min(p.T, (chunk + 1) * p.C))
+            keys, values, g = (t[b, :, rows].repeat_interleave(p.groups, 0) for t in (y, z, G))
+            decay = (g[:, :, None] - g[:, None, :]).clamp(max=0).exp().tril()
+            yield _Part((b, slice(None), rows), x[b, :, rows], keys, values, decay, g.exp()[..., None], chunk)
+
+
+def _state(p: Problem, states: Tensor | None, b: int, chunk: int, like: Tensor) -> Tensor:
+    """[hq, D, …], a state without roots as φ with roots expects it."""
+    basis = Basis(p.d, 2, p.tile, True, like.device)
+    if states is None:
+        return like.new_zeros(p.h * p.groups, basis.D, 1)
+    found = states[b, chunk].to(like.dtype).reshape(p.h, basis.D, -1)
+    return (found * basis.roots.to(like.dtype).repeat_interleave(p.tile**2)[:, None]).repeat_interleave(p.groups, 0)
+
+
+def _phi(p: Problem | Fold, x: Tensor, scaled: bool = True) -> Tensor:
+    return Basis(p.d, 2, p.tile, scaled, x.device).phi(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+
+def outputs(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, lengths: Tensor, states: Tensor | None,
+    moments: Tensor | None, norms: Tensor | None, past: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
+) -> dict[int, Tensor]:  # fmt: skip
+    found = torch.empty_like(out)
+    for part in _parts(p, q, k, v, high, low):
+        (b, _, rows), x = part.at, part.x
+        weights = (x @ part.y.mT) ** p.power * part.decay
+        total, norm = weights @ part.z, weights.sum(-1, keepdim=True)
+        if states is not None:
+            phi = _phi(p, x) * part.since
+            total = total + phi @ _state(p, states, b, part.chunk, x)
+            norm = norm + phi @ _state(p, moments, b, part.chunk, x)
+        elif past is not None:
+            total, norm = total + past[b, :, rows, :-1], norm + past[b, :, rows, -1:]
+        found[b, rows] = (total / norm).transpose(0, 1).to(out.dtype)
+    return {10: found}
+
+
+def query_gradients(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor, shift: Tensor,
+    states: Tensor | None, moments: Tensor | None, past: Tensor | None, d_q: Tensor | None, *others: Tensor | None,
+) -> dict[int, Tensor]:  # fmt: skip
+    if d_q is None:
+        return {}
+    found, grads = torch.empty_like(d_q), _rows(grad, p.h * p.groups, p, p.e, p.grad)
+    basis = Basis(p.d, 2, p.tile, True, q.device)
+    for part in _parts(p, q, k, v, high, low):
+        b, _, rows = part.at
+        incoming, shifts = grads[part.at] * rate[part.at][..., None], shift[part.at][..., None]
+        slopes = p.power * (part.x @ part.y.mT) ** (p.power - 1) * part.decay * (incoming @ part.z.mT + shifts)
+        total = slopes @ part.y
+        if states is not None:
+            d_phi = incoming @ _state(p, states, b, part.chunk, total).mT + shifts * _state(p, moments, b, part.chunk, total).mT
+            d_phi = d_phi * part.since
+            total = total + basis.gradient(d_phi.flatten(0, 1), part.x.flatten(0, 1)).view_as(total)
+        elif past is not None:
+            total = total + past[part.at]
+        found[b, rows] = total.transpose(0, 1).to(d_q.dtype)
+    return {11: found}
+
+
+def key_gradients(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, until: Tensor | None,
+    rate: Tensor, shift: Tensor, states: Tensor | None, moments: Tensor | None, past_k: Tensor | None, past_v: Tensor | None,
+    d_k: Tensor | None, d_v: Tensor | None, passed: Tensor | None,
+) -> dict[int, Tensor]:  # fmt: skip
+    found = {13 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
+    grads, basis = _rows(grad, p.h * p.groups, p, p.e, p.grad), Basis(p.d, 2, p.tile, True, q.device)
+    for part in _parts(p, q, k, v, high, low):
+        b, _, rows = part.at
+        incoming, shifts = grads[part.at] * rate[part.at][..., None], shift[part.at][..., None]
+        products = part.x @ part.y.mT
+        slopes = p.power * products ** (p.power - 1) * part.decay * (incoming @ part.z.mT + shifts)
+        to_keys, to_values = ((w.mT @ x).unflatten(0, (p.h, p.groups)).sum(1) for w, x in (
+            (slopes, part.x), (products**p.power * part.decay, incoming)))  # fmt: skip
+        if states is not None:
+            keys, values = part.y[:: p.groups], part.z[:: p.groups]
+            S, z = (_state(p, t, b, part.chunk, keys)[:: p.groups] for t in (states, moments))
+            kept = torch.ones_like(keys[..., :1]) if until is None else until[b, :, rows, None].to(keys.dtype)
+            d_phi = (values @ S.mT + z.mT) * kept
+            to_keys = to_keys + basis.gradient(d_phi.flatten(0, 1), keys.flatten(0, 1)).view_as(keys)
+            to_values = to_values + _phi(p, keys) @ S * kept
+        elif past_k is not None and past_v is not None:
+            to_keys, to_values = to_keys + past_k[b, :, rows], to_values + past_v[b, :, rows]
+        for i, t in ((13, to_keys), (14, to_values)):
+            if i in found:
+                found[i][b, rows] = t.transpose(0, 1).to(found[i].dtype)
+    return found
+
+
+def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, out: Tensor) -> dict[int, Tensor]:
+    found, heads = torch.empty_like(out), p.h * p.members
+    rows, right = _rows(x, heads, p, p.d, p.x), _rows(y, heads, p, p.e, p.y)
+    if factors is not None:
+        right = right * factors[..., None]
+    for b in range(p.B):
+        for chunk in range(p.chunks):
+            here = slice((chunk + p.skipped) * p.C, min(p.T, (chunk + p.skipped + 1) * p.C))
+            made = _phi(p, rows[b, :, here], False).mT @ right[b, :, here]
+            found[b, :, chunk] = made.unflatten(0, (p.h, p.members)).sum(1).to(out.dtype)
+    return {4: found}
+
+
+def step(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor, z: Tensor, norms: Tensor, tiles: Tensor,
+    roots: Tensor, out: Tensor, new_S: Tensor, new_z: Tensor, *others: Tensor | None,
+) -> dict[int, Tensor]:  # fmt: skip
+    x, y, values = _rows(q, p.h * p.groups, p, p.d, p.q), _rows(k, p.h, p, p.d, p.k), _rows(v, p.h, p, p.e, p.v)
+    basis = Basis(p.d, p.power, p.tile, True, q.device)
+    decay = x.new_ones(p.B, p.h, 1) if log_gate is None else log_gate.as_strided((p.B, p.h, 1), p.gate).to(x.dtype).exp()
+    phi, seen = (basis.phi(t.flatten(0, 2)).view(p.B, p.h, -1, basis.D) for t in (y, x))
+    state = S.to(x.dtype) * decay[..., None] + phi.mT @ values
+    moments = z.to(x.dtype) * decay + phi[:, :, 0]
+    found = (seen @ state) / (seen @ moments[..., None])
+    return {9: found.view(out.shape).to(out.dtype), 10: state.to(new_S.dtype), 11: moments.to(new_z.dtype)}
