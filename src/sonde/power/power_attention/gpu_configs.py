@@ -107,12 +107,14 @@ class Config(NamedTuple):
 
 def output_config(p: Problem) -> Config:
     if not p.half:
-        return Config(32, 32, 0, 4, 1) if p.widest <= 64 else Config(16, 16, 0, 4, 1)
+        if p.widest > 64:
+            return Config(16, 16, 0, 4, 1)
+        return Config(32, 32, 0, 4, 1) if p.wide == torch.float32 else Config(32, 16, 0, 4, 1)
     if p.widest > 128:
         return Config(32, 32, 0, 4, 1)
     if p.narrow:
         return Config(64, 32, 0, 4, 1)
-    return Config(128, 64, 0, 8, 2)
+    return Config(128, 64, 0, 8, 2) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
 
 
 def output_candidates(p: Problem) -> list[Config]:
@@ -147,16 +149,16 @@ def query_config(p: Problem) -> Config:
 
 def key_config(p: Problem) -> Config:
     if not p.half:
-        return Config(16, 16, 0, 4, 1)
+        return Config(16, 16, 0, 4, 1) if p.wide == torch.float32 else Config(16, 32, 0, 4, 1)
     if p.widest > 128:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(32, 32, 0, 4, 1)
-    return Config(64, 64, 0, 4, 2) if p.widest <= 64 else Config(64, 32, 0, 8, 1)
+    return Config(128, 32, 0, 8, 3) if p.widest <= 64 else Config(64, 16, 0, 8, 1)
 
 
 def key_candidates(p: Problem) -> list[Config]:
-    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 64, 8, 2)]
+    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 32, 8, 1)]
     if not p.half:
         shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 32, 4, 1)]
     return [key_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]

@@ -185,7 +185,7 @@ def _query_gradients(
                 incoming, q, q_step, states + at * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION
             )  # fmt: skip
             since = 2 * tl.exp(high_i + low_i)
-            toward = times_moments(queries, moments + at, n, D, BD, TILE, ACC, COMMON, EXACT)
+            toward = times_moments(q, moments + at, i, (i < stop)[:, None], q_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
             total = total * (rate_i * since)[:, None] + toward * (shift_i * since)[:, None]
     elif past is not None:
         total = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
@@ -301,7 +301,9 @@ def _key_gradients(
                 PRECISION,
             )  # fmt: skip
             to_keys = times_slices(values, k, k_step, states + at * E, j, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
-            to_keys = 2 * (to_keys + times_moments(keys, moments + at, n, D, BD, TILE, ACC, COMMON, EXACT))
+            to_keys = 2 * (
+                to_keys + times_moments(k, moments + at, j, (j < stop)[:, None], k_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
+            )
             if GATED:
                 later = tl.load(until + row_of * T + j, mask=j < stop, other=0)
                 to_values, to_keys = to_values * later[:, None], to_keys * later[:, None]

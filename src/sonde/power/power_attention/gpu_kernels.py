@@ -35,12 +35,22 @@ def times_state(
 
 
 @triton.jit
-def times_moments(x, moments, n, D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, COMMON: tl.constexpr,
-                  EXACT: tl.constexpr):  # fmt: skip
-    """x @ Z [BM, BD], where Z is the symmetric matrix of the moments z."""
-    a, b = tl.arange(0, BD)[:, None], tl.arange(0, BD)[None, :]
-    matrix = tl.load(moments + packed(a, b, n, TILE), mask=(a < D) & (b < D), other=0)
-    return add_exactly(tl.zeros([x.shape[0], BD], ACC), x, matrix, COMMON, EXACT)
+def times_moments(
+    x, moments, row, in_rows, x_step, n, D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    COMMON: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """x @ Z [BM, BD], where Z is the symmetric matrix of the moments z, which is not rounded."""
+    BLOCK: tl.constexpr = 16
+    a, b = tl.arange(0, BLOCK), tl.arange(0, BD)
+    total = tl.zeros([BM, BD], ACC)
+    for first in range(0, D, BLOCK):
+        left = tl.load(x + row[:, None] * x_step + (first + a)[None, :], mask=in_rows & (first + a < D)[None, :], other=0).to(
+            COMMON
+        )
+        inside = (first + a < D)[:, None] & (b < D)[None, :]
+        right = tl.load(moments + packed((first + a)[:, None], b[None, :], n, TILE), mask=inside, other=0)
+        total = add_exactly(total, left, right, COMMON, EXACT)
+    return total
 
 
 @triton.jit
@@ -158,7 +168,10 @@ def _outputs(
                 q, states + at * (n * (n + 1) // 2 * TILE * TILE * E), i, column, (i < stop)[:, None], (column < E)[None, :],
                 q_step, n, E, TILE, BM, BE, ACC, COMMON, PRECISION,
             )  # fmt: skip
-            toward = times_moments(queries, moments + at * (n * (n + 1) // 2 * TILE * TILE), n, D, BD, TILE, ACC, COMMON, EXACT)
+            toward = times_moments(
+                q, moments + at * (n * (n + 1) // 2 * TILE * TILE), i, (i < stop)[:, None], q_step, n, D, BD, TILE, BM, ACC, COMMON,
+                EXACT,
+            )  # fmt: skip
             norm = tl.sum(toward * queries.to(ACC), 1)
             since = tl.exp(high_i + low_i)
             total, norm = total * since[:, None], norm * since

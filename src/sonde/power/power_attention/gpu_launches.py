@@ -12,6 +12,7 @@ from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernel
 from .gpu_configs import Config, Fold, Problem, Strides
 
 prepare, moments, scan = gpu_states._prepare, gpu_states._moments, gpu_states._scan
+ALL_REGISTERS = 255  # without this limit the assembler targets fewer and spills a few of them
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
 
 
@@ -52,7 +53,7 @@ def launch_moments(p: Fold) -> Launch:
     constants = (
         p.d, power_of_2(max(16, p.d)), p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), p.units[0], c.block_m,
     )  # fmt: skip
-    return Launch((p.chunks, p.B * p.h, 1), sizes, constants, c.num_warps, c.num_stages)
+    return Launch((p.chunks, p.B * p.h, 1), sizes, constants, c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def scan_programs(p: Problem, e: int) -> int:
@@ -88,7 +89,7 @@ def launch_outputs(p: Problem, c: Config) -> Launch:
 
 def launch_row_factors(p: Problem) -> Launch:
     constants = p.e, p.blocks[1], triton_dtype(p.wide), _offset(p), p.units, 32
-    return Launch((cdiv(p.T, 32), p.B * p.h * p.groups, 1), (*_sizes(p), *p.out, *p.grad), constants, 4)
+    return Launch((cdiv(p.T, 32), p.B * p.h * p.groups, 1), (*_sizes(p), *p.out, *p.grad), constants, 4, registers=ALL_REGISTERS)
 
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
