@@ -148,6 +148,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "sympow": {"d64_p2": {}},
     "sympow_mm": {"query_d64": {}, "state_d64": {}},
     "attention": {"d64_4k": {}, "d128_4k": {}},
+    "power_attention": {"d64_64k": {}, "d64_16k": {}},
 }
 
 
@@ -201,10 +202,11 @@ def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> l
             back, grad = peers(name, [*leaves, *args[3:]])[peer], torch.randn_like(args[0])
             ms = timed(lambda back=back, leaves=leaves, grad=grad: torch.autograd.grad(back(), leaves, grad), 5)
             lines.append(f"  {name} {case} {peer} with backward {ms:.4f}")
-    if name in ("attention", "sympow_mm"):
+    if name in ("attention", "sympow_mm", "power_attention"):
         given = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
         call, of = OPERATORS[name].call("triton"), [a for a in given if isinstance(a, torch.Tensor)]
-        grad = torch.randn_like(call(*given))
+        grad, plain = torch.randn_like(call(*given)), [a.detach() if isinstance(a, torch.Tensor) else a for a in given]
+        lines.append(f"  {name} {case} ours {timed(lambda: call(*plain), 5):.4f}")
         lines.append(f"  {name} {case} ours with backward {timed(lambda: torch.autograd.grad(call(*given), of, grad), 5):.4f}")
     return lines
 
