@@ -57,6 +57,16 @@ def add_described_products(
 
 
 @triton.jit
+def nearest(x, COMMON: tl.constexpr, PRECISION: tl.constexpr):
+    """A fragment of sums as it is multiplied: rounded to the nearest number of COMMON, or of tf32, which matrix units truncate to."""
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(COMMON)
+
+
+@triton.jit
 def thirds(x, COMMON: tl.constexpr):
     """A float32 fragment as three of bfloat16, whose sum it is, so that matrix units multiply it exactly."""
     high = x.to(COMMON)

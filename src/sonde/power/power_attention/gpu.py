@@ -207,7 +207,7 @@ def backward_pass(
         after = _after(p, n, slots, about, (past_rate, past_shift), end if of_begin else None, kind, before, flows)
     if wanted["k"] or wanted["v"] or of_gates:
         passed = p.buffer("passed", (n.B, n.h, n.T), wide) if of_gates else None
-        takes = [*rows, about["until"], rate, balanced, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
+        takes = [*rows, rate, balanced, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
         p.launch(gpu_launches.key_gradients, n, takes, writes=[x for x in "kv" if wanted[x]])
     if of_gates:
         takes = [passed, flows, "log_gate", made["d_log_gate"]]

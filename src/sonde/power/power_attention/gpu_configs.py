@@ -140,7 +140,7 @@ def fold_candidates(p: Fold) -> list[Config]:
 
 
 def moment_config(p: Fold) -> Config:
-    return Config(64 if p.half else 16, 0, 0, 4 if p.d <= 64 else 8, 2)
+    return Config(64 if p.half else 16, min(64, power_of_2(max(16, p.d))), 0, 4, 2)
 
 
 def query_config(p: Problem) -> Config:

@@ -100,11 +100,11 @@ def query_gradients(
 
 
 def key_gradients(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, until: Tensor | None,
-    rate: Tensor, shift: Tensor, states: Tensor | None, moments: Tensor | None, past_k: Tensor | None, past_v: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor,
+    shift: Tensor, states: Tensor | None, moments: Tensor | None, past_k: Tensor | None, past_v: Tensor | None,
     d_k: Tensor | None, d_v: Tensor | None, passed: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    found = {13 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
+    found = {12 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
     grads, basis = _rows(grad, p.h * p.groups, p, p.e, p.grad), Basis(p.d, 2, p.tile, True, q.device)
     for part in _parts(p, q, k, v, high, low):
         b, _, rows = part.at
@@ -116,13 +116,13 @@ def key_gradients(
         if states is not None:
             keys, values = part.y[:: p.groups], part.z[:: p.groups]
             S, z = (_state(p, t, b, part.chunk, keys)[:: p.groups] for t in (states, moments))
-            kept = torch.ones_like(keys[..., :1]) if until is None else until[b, :, rows, None].to(keys.dtype)
+            kept = part.decay[:: p.groups, -1, :, None]  # until the end of the chunk
             d_phi = (values @ S.mT + z.mT) * kept
             to_keys = to_keys + basis.gradient(d_phi.flatten(0, 1), keys.flatten(0, 1)).view_as(keys)
             to_values = to_values + _phi(p, keys) @ S * kept
         elif past_k is not None and past_v is not None:
             to_keys, to_values = to_keys + past_k[b, :, rows], to_values + past_v[b, :, rows]
-        for i, t in ((13, to_keys), (14, to_values)):
+        for i, t in ((12, to_keys), (13, to_values)):
             if i in found:
                 found[i][b, rows] = t.transpose(0, 1).to(found[i].dtype)
     return found

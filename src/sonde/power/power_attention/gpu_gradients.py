@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._device.product import nearest
 from .._device.tiles import load_rows, multiple, places
-from .gpu_kernels import QKV, fade, times_moments, times_state
+from .gpu_kernels import QKV, times_moments, times_state
 from .gpu_states import LEAST_GATE, SIZES, packed
 
 GRAD = ["g_batch", "g_head", "g_row"]
@@ -87,7 +88,7 @@ def times_slices(
             matrix = tl.load(at)
         else:
             matrix = tl.load(at, mask=(a < D)[:, None] & (column < E)[None, :], other=0)
-        total = tl.dot(rows * factor[:, None], matrix.to(COMMON).T, total, input_precision=PRECISION, out_dtype=ACC)
+        total = tl.dot(nearest(rows * factor[:, None], COMMON, PRECISION), matrix.to(COMMON).T, total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
@@ -95,6 +96,35 @@ def times_slices(
 def slope(products, POWER: tl.constexpr):
     """p · (q·k)^{p−1}."""
     return products * 2 if POWER == 2 else products * products * products * 4
+
+
+@triton.jit
+def add_from_keys(
+    total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, first, last, i, stop, k_step, v_step,
+    MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Add the queries' gradients through the weights of keys from `first` to `last`: ∂q, and p Σ_j w_ij ∂w_ij.
+
+    Of keys that are not MASKED, without the queries' factors of e^{G_i − G_j}, as `add_keys`.
+    """
+    for start in range(first, last, BN):
+        j = places(start, BN, OFFSET)
+        keys, values = load_rows(k, j, stop, k_step, D, BD, COMMON), load_rows(v, j, stop, v_step, E, BE, COMMON)
+        products = tl.dot(queries, keys.T, input_precision=PRECISION, out_dtype=total.dtype)
+        toward = tl.dot(incoming, values.T, input_precision=PRECISION, out_dtype=total.dtype)
+        d_products = slope(products, POWER) * (toward * rate_i[:, None] + shift_i[:, None])
+        if GATED:
+            high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
+            if MASKED:
+                d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
+            else:
+                d_products *= tl.exp((high_i - high_j) + (low_i - low_j))[None, :]
+        if MASKED:
+            d_products = tl.where(j[None, :] <= i[:, None], d_products, 0)
+        excess += tl.sum(d_products * products, 1)
+        total = tl.dot(nearest(d_products, COMMON, PRECISION), keys, total, input_precision=PRECISION, out_dtype=total.dtype)
+    return total, excess
 
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, *GRAD])
@@ -171,43 +201,38 @@ def _query_gradients(
     rate_i = tl.load(rate + row_of * T + i, mask=i < stop, other=0)
     shift_i = tl.load(shift + row_of * T + i, mask=i < stop, other=0)
     total = tl.zeros([BM, BD], ACC)
+    excess = tl.zeros([BM], ACC)
     GATED: tl.constexpr = high is not None
+    later, since_first = excess + 1, 1.0  # e^{G_i − G} and e^G, where G is that of the first query
+    high_i, low_i, high_first, low_first = excess, excess, excess, excess
     if GATED:
         high += (batch * h + shared) * T
         low += (batch * h + shared) * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-    else:
-        high_i, low_i = tl.zeros([BM], ACC), tl.zeros([BM], ACC)
+        high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
+        later, since_first = tl.exp((high_i - high_first) + (low_i - low_first)), tl.exp(high_first + low_first)
     if states is not None:
         if (chunk > 0) | BEGUN:
             at = ((batch * chunks + chunk) * h + shared) * (n * (n + 1) // 2 * TILE * TILE)
             total = times_slices(
                 incoming, q, q_step, states + at * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION
             )  # fmt: skip
-            since = 2 * tl.exp(high_i + low_i)
             toward = times_moments(q, moments + at, i, (i < stop)[:, None], q_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
-            total = total * (rate_i * since)[:, None] + toward * (shift_i * since)[:, None]
-    elif past is not None:
-        total = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
-    excess = tl.sum(total * queries.to(ACC), 1)  # p Σ_j w_ij ∂w_ij, by Euler's theorem
+            total = (total * rate_i[:, None] + toward * shift_i[:, None]) * (2 * since_first)
+            excess = tl.sum(total * queries.to(ACC), 1)  # p Σ_j w_ij ∂w_ij, by Euler's theorem
     whole = start + (first - start) // BN * BN
-    for begin in range(start, tl.minimum(first + BM, stop), BN):
-        j = places(begin, BN, OFFSET)
-        keys = load_rows(k, j, stop, k_step, D, BD, COMMON)
-        values = load_rows(v, j, stop, v_step, E, BE, COMMON)
-        products = tl.dot(queries, keys.T, input_precision=PRECISION, out_dtype=ACC)
-        toward = tl.dot(incoming, values.T, input_precision=PRECISION, out_dtype=ACC)
-        d_products = slope(products, POWER) * (toward * rate_i[:, None] + shift_i[:, None])
-        if GATED:
-            high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
-            if begin < whole:
-                later, earlier = fade(high_i, low_i, high_j, low_j, high, low, begin + BN - 1)
-                d_products *= later[:, None] * earlier[None, :]
-            else:
-                d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
-        d_products = tl.where(j[None, :] <= i[:, None], d_products, 0)
-        excess += tl.sum(d_products * products, 1)
-        total = tl.dot(d_products.to(COMMON), keys, total, input_precision=PRECISION, out_dtype=ACC)
+    total, excess = add_from_keys(
+        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_first, low_first, start, whole, i, stop, k_step,
+        v_step, False, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+    )  # fmt: skip
+    total, excess = total * later[:, None], excess * later
+    if past is not None:
+        through = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
+        total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)
+    total, excess = add_from_keys(
+        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, whole, tl.minimum(first + BM, stop), i,
+        stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+    )  # fmt: skip
     if d_q is not None:
         column = tl.arange(0, BD)[None, :]
         row = (batch * T + i) * heads + head
@@ -215,7 +240,45 @@ def _query_gradients(
     shift_i -= rate_i * excess * (1.0 / POWER)
     tl.store(balanced + row_of * T + i, shift_i, mask=i < stop)
     if past_shift is not None:
-        tl.store(past_shift + row_of * T + i, shift_i * tl.exp(high_i + low_i), mask=i < stop)
+        tl.store(past_shift + row_of * T + i, shift_i * later * since_first, mask=i < stop)
+
+
+@triton.jit
+def add_from_queries(
+    to_keys, to_values, kept, keys, values, q, grad, rate, shift, high, low, high_j, low_j, first, last, j, stop, q_step, g_step,
+    MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients through the weights of one head's queries from `first` to `last`: ∂k, ∂v, and p Σ_i w_ij ∂w_ij.
+
+    Queries that are not MASKED come after all keys; the keys' factors of e^{G_i − G_j} are left to the caller, and `high_j` and
+    `low_j` are G of the last key.
+    """
+    ACC: tl.constexpr = to_keys.dtype
+    for start in range(first, last, BN):
+        i = places(start, BN, OFFSET)
+        queries, incoming = load_rows(q, i, stop, q_step, D, BD, COMMON), load_rows(grad, i, stop, g_step, E, BE, COMMON)
+        rate_i, shift_i = tl.load(rate + i, mask=i < stop, other=0), tl.load(shift + i, mask=i < stop, other=0)
+        products = tl.dot(keys, queries.T, input_precision=PRECISION, out_dtype=ACC)
+        toward = tl.dot(values, incoming.T, input_precision=PRECISION, out_dtype=ACC)
+        slopes = slope(products, POWER)
+        if GATED:
+            high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
+            if MASKED:
+                slopes *= tl.exp((high_i[None, :] - high_j[:, None]) + (low_i[None, :] - low_j[:, None]))
+            else:
+                later = tl.exp((high_i - high_j) + (low_i - low_j))
+                rate_i, shift_i = rate_i * later, shift_i * later
+        if MASKED:
+            slopes = tl.where(i[None, :] >= j[:, None], slopes, 0)
+        weights = slopes * products * (rate_i * (1.0 / POWER))[None, :]
+        to_values = tl.dot(nearest(weights, COMMON, PRECISION), incoming, to_values, input_precision=PRECISION, out_dtype=ACC)
+        d_products = slopes * (toward * rate_i[None, :] + shift_i[None, :])
+        if MASKED:  # 0 · ∞ is no weight
+            d_products = tl.where(slopes == 0, 0, d_products)
+        kept += tl.sum(d_products * products, 1)
+        to_keys = tl.dot(nearest(d_products, COMMON, PRECISION), queries, to_keys, input_precision=PRECISION, out_dtype=ACC)
+    return to_keys, to_values, kept
 
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, *GRAD])
@@ -226,7 +289,6 @@ def _key_gradients(
     grad,
     high,
     low,
-    until,  # [B, h, T], e to the gates from there to the end of the chunk
     rate,
     shift,
     states,  # [B, chunks, h, D, e], the gradients of the states after each chunk; or None
@@ -286,12 +348,18 @@ def _key_gradients(
     keys, values = load_rows(k, j, stop, k_step, D, BD, COMMON), load_rows(v, j, stop, v_step, E, BE, COMMON)
     to_keys, to_values, kept = tl.zeros([BM, BD], ACC), tl.zeros([BM, BE], ACC), tl.zeros([BM], ACC)
     GATED: tl.constexpr = high is not None
+    earlier, until_end = kept + 1, 1.0  # e^{G − G_j}, and e to the gates after G, where G is that of the last key
+    high_j, low_j, high_last, low_last = kept, kept, kept, kept
+    last = tl.minimum(first + BM, stop)
     if GATED:
         high += row_of * T
         low += row_of * T
+        there = first < stop
         high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
-    else:
-        high_j, low_j = kept, kept
+        high_last, low_last = tl.load(high + last - 1, mask=there, other=0), tl.load(low + last - 1, mask=there, other=0)
+        high_end, low_end = tl.load(high + stop - 1, mask=there, other=0), tl.load(low + stop - 1, mask=there, other=0)
+        earlier = tl.exp((high_last - high_j) + (low_last - low_j))
+        until_end = tl.exp((high_end - high_last) + (low_end - low_last))
     if states is not None:
         if (chunk < chunks - 1) | RETURNED:
             at = ((batch * chunks + chunk) * h + shared) * (n * (n + 1) // 2 * TILE * TILE)
@@ -301,50 +369,32 @@ def _key_gradients(
                 PRECISION,
             )  # fmt: skip
             to_keys = times_slices(values, k, k_step, states + at * E, j, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
-            to_keys = 2 * (
-                to_keys + times_moments(k, moments + at, j, (j < stop)[:, None], k_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
-            )
-            if GATED:
-                later = tl.load(until + row_of * T + j, mask=j < stop, other=0)
-                to_values, to_keys = to_values * later[:, None], to_keys * later[:, None]
-            kept = tl.sum(to_keys * keys.to(ACC), 1) * 0.5  # by Euler's theorem
-    elif past_k is not None:
-        to_keys = load_rows(past_k + row_of * T * D, j, stop, D, D, BD, ACC)
-        to_values = load_rows(past_v + row_of * T * E, j, stop, E, E, BE, ACC)
-        kept = tl.sum(to_keys * keys.to(ACC), 1) * (1.0 / POWER)
+            to_keys += times_moments(k, moments + at, j, (j < stop)[:, None], k_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
+            to_values, to_keys = to_values * until_end, to_keys * (2 * until_end)
+            kept = tl.sum(to_keys * keys.to(ACC), 1)  # p Σ_i w_ij ∂w_ij, by Euler's theorem
     for member in range(groups):
         head = shared * groups + member
-        rows, vectors = q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]), (batch * heads + head) * T
-        grads = grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4])
-        for begin in range(first, stop, BN):
-            i = places(begin, BN, OFFSET)
-            queries = load_rows(rows, i, stop, q_step, D, BD, COMMON)
-            incoming = load_rows(grads, i, stop, g_step, E, BE, COMMON)
-            rate_i = tl.load(rate + vectors + i, mask=i < stop, other=0)
-            shift_i = tl.load(shift + vectors + i, mask=i < stop, other=0)
-            products = tl.dot(keys, queries.T, input_precision=PRECISION, out_dtype=ACC)
-            seen = (i[None, :] >= j[:, None]) & (i < stop)[None, :]
-            weights = products * products
-            slopes = slope(products, POWER)
-            if POWER == 4:
-                weights = weights * weights
-            if GATED:
-                high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-                if begin >= first + BM:
-                    later, earlier = fade(high_i, low_i, high_j, low_j, high, low, first + BM - 1)
-                    decay = earlier[:, None] * later[None, :]
-                else:
-                    decay = tl.exp((high_i[None, :] - high_j[:, None]) + (low_i[None, :] - low_j[:, None]))
-                weights, slopes = weights * decay, slopes * decay
-            weights = tl.where(seen, weights, 0)
-            to_values = tl.dot(
-                (weights * rate_i[None, :]).to(COMMON), incoming, to_values, input_precision=PRECISION, out_dtype=ACC
-            )
-            toward = tl.dot(values, incoming.T, input_precision=PRECISION, out_dtype=ACC) * rate_i[None, :] + shift_i[None, :]
-            if passed is not None:
-                kept += tl.sum(tl.where(seen, weights * toward, 0), 1)
-            d_products = tl.where(seen, slopes * toward, 0).to(COMMON)
-            to_keys = tl.dot(d_products, queries, to_keys, input_precision=PRECISION, out_dtype=ACC)
+        vectors = (batch * heads + head) * T
+        to_keys, to_values, kept = add_from_queries(
+            to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
+            grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
+            low, high_last, low_last, first + BM, stop, j, stop, q_step, g_step, False, GATED, POWER, D, E, BD, BE, BN, COMMON,
+            PRECISION, OFFSET,
+        )  # fmt: skip
+    to_keys, to_values, kept = to_keys * earlier[:, None], to_values * earlier[:, None], kept * earlier
+    if past_k is not None:
+        through = load_rows(past_k + row_of * T * D, j, stop, D, D, BD, ACC)
+        to_keys, kept = to_keys + through, kept + tl.sum(through * keys.to(ACC), 1)
+        to_values += load_rows(past_v + row_of * T * E, j, stop, E, E, BE, ACC)
+    for member in range(groups):
+        head = shared * groups + member
+        vectors = (batch * heads + head) * T
+        to_keys, to_values, kept = add_from_queries(
+            to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
+            grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
+            low, high_j, low_j, first, last, j, stop, q_step, g_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION,
+            OFFSET,
+        )  # fmt: skip
     row = (batch * T + j) * h + shared
     if d_k is not None:
         column = tl.arange(0, BD)[None, :]
@@ -353,7 +403,7 @@ def _key_gradients(
         column = tl.arange(0, BE)[None, :]
         tl.store(d_v + row[:, None] * E + column, to_values.to(d_v.dtype.element_ty), mask=(j < stop)[:, None] & (column < E))
     if passed is not None:
-        tl.store(passed + row_of * T + j, kept, mask=j < stop)
+        tl.store(passed + row_of * T + j, kept * (1.0 / POWER), mask=j < stop)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "g_batch", "g_head", "g_row", "flow_columns"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._device.product import add_exactly
+from .._device.product import add_exactly, nearest
 from .._device.tiles import load_columns, load_rows, multiple, places
 from .._sympow.gpu_kernels import add_pair
 from .gpu_states import SIZES, packed
@@ -54,20 +54,16 @@ def times_moments(
 
 
 @triton.jit
-def fade(high_i, low_i, high_j, low_j, high, low, between):
-    """e^{G_i − G_j} [rows, columns], where all j come before row `between` and all i after it: two vectors of exponentials."""
-    middle, rest = tl.load(high + between), tl.load(low + between)
-    later, earlier = tl.exp((high_i - middle) + (low_i - rest)), tl.exp((middle - high_j) + (rest - low_j))
-    return later, earlier
-
-
-@triton.jit
 def add_keys(
     total, norm, queries, k, v, high, low, high_i, low_i, first, last, i, stop, k_step, v_step, MASKED: tl.constexpr,
     GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from `first` to `last` of the queries' own chunk; only MASKED ones may have keys after some query."""
+    """Blocks of keys from `first` to `last` of the queries' own chunk; only MASKED ones may have keys after some query.
+
+    Keys that are not MASKED come before all queries, so e^{G_i − G_j} is a product of one factor for each: `high_i` and `low_i` are
+    then G of the first query, and the caller multiplies by the queries' factors.
+    """
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
         keys, values = load_columns(k, j, stop, k_step, D, BD, COMMON), load_rows(v, j, stop, v_step, E, BE, COMMON)
@@ -80,12 +76,12 @@ def add_keys(
             if MASKED:
                 weights *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
             else:
-                later, earlier = fade(high_i, low_i, high_j, low_j, high, low, start + BN - 1)
-                weights *= later[:, None] * earlier[None, :]
+                weights *= tl.exp((high_i - high_j) + (low_i - low_j))[None, :]
         if MASKED:
             weights = tl.where(j[None, :] <= i[:, None], weights, 0)
-        norm += tl.sum(weights, 1)
-        total = tl.dot(weights.to(COMMON), values, total, input_precision=PRECISION, out_dtype=total.dtype)
+        weights = nearest(weights, COMMON, PRECISION)
+        norm += tl.sum(weights.to(total.dtype), 1)  # as they are multiplied: the result is an average of values, exactly
+        total = tl.dot(weights, values, total, input_precision=PRECISION, out_dtype=total.dtype)
     return total, norm
 
 
@@ -155,12 +151,14 @@ def _outputs(
     total, norm = tl.zeros([BM, BE], ACC), tl.zeros([BM], ACC)
     most = tl.load(lengths + row_of * T + i, mask=i < stop, other=0)
     GATED: tl.constexpr = high is not None
+    later, since_first = norm + 1, 1.0  # e^{G_i − G} and e^G, where G is that of the first query
+    high_i, low_i, high_first, low_first = norm, norm, norm, norm
     if GATED:
         high += row_of * T
         low += row_of * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-    else:
-        high_i, low_i = norm, norm
+        high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
+        later, since_first = tl.exp((high_i - high_first) + (low_i - low_first)), tl.exp(high_first + low_first)
     if states is not None:
         if (chunk > 0) | BEGUN:
             at = (batch * chunks + chunk) * h + shared
@@ -172,20 +170,20 @@ def _outputs(
                 q, moments + at * (n * (n + 1) // 2 * TILE * TILE), i, (i < stop)[:, None], q_step, n, D, BD, TILE, BM, ACC, COMMON,
                 EXACT,
             )  # fmt: skip
-            norm = tl.sum(toward * queries.to(ACC), 1)
-            since = tl.exp(high_i + low_i)
-            total, norm = total * since[:, None], norm * since
-            most += since * tl.load(norms + row_of * chunks + chunk)
-    elif past is not None:
-        row = (tl.program_id(1).to(tl.int64) * T + i) * (E + 1)
-        total = tl.load(past + row[:, None] + column[None, :], mask=(i < stop)[:, None] & (column < E)[None, :], other=0)
-        norm = tl.load(past + row + E, mask=i < stop, other=0)
-        most += tl.exp(high_i + low_i) * tl.load(norms + row_of * chunks + chunk)
+            norm = tl.sum(toward * queries.to(ACC), 1) * since_first
+            total *= since_first
+            most += later * since_first * tl.load(norms + row_of * chunks + chunk)
     whole = start + (first - start) // BN * BN  # keys that all queries see, in blocks
     total, norm = add_keys(
-        total, norm, queries, k, v, high, low, high_i, low_i, start, whole, i, stop, k_step, v_step, False, GATED, POWER, D, E, BD,
-        BE, BN, COMMON, PRECISION, OFFSET,
+        total, norm, queries, k, v, high, low, high_first, low_first, start, whole, i, stop, k_step, v_step, False, GATED, POWER, D,
+        E, BD, BE, BN, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
+    total, norm = total * later[:, None], norm * later
+    if past is not None:
+        row = (tl.program_id(1).to(tl.int64) * T + i) * (E + 1)
+        total += tl.load(past + row[:, None] + column[None, :], mask=(i < stop)[:, None] & (column < E)[None, :], other=0)
+        norm += tl.load(past + row + E, mask=i < stop, other=0)
+        most += later * since_first * tl.load(norms + row_of * chunks + chunk)
     total, norm = add_keys(
         total, norm, queries, k, v, high, low, high_i, low_i, whole, tl.minimum(first + BM, stop), i, stop, k_step, v_step, True,
         GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.powers import outer_columns
-from .._device.product import add_exactly
+from .._device.product import add_exactly, nearest
 from .._device.tiles import load_rows, multiple, places
 
 SIZES = ["h", "groups", "T", "C", "chunks"]
@@ -95,9 +95,9 @@ def _prepare(
 def _fold(
     x,  # [B, h · groups, T, d], rows contiguous: keys, or queries
     y,  # [B, h · groups, T, e], rows contiguous: values, or gradients of results
-    factors,  # [B, h · groups, T], of the rows of y; or None
+    factors,  # [B, h · groups, T], or None
     tiles,  # [tiles, 2]
-    out,  # [B, h, chunks − skipped, D, e], Σ φ(x) yᵀ over the rows of each chunk, without roots
+    out,  # [B, h, chunks − skipped, D, e], Σ factor · φ(x) yᵀ over the rows of each chunk, without roots
     h,
     groups,
     T,
@@ -123,7 +123,10 @@ def _fold(
     BN: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each."""
+    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each.
+
+    Factors are multiplied into φ before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
+    """
     SPAN: tl.constexpr = TILE * TILE
     across = tl.cdiv(E, BN)
     tile = tl.program_id(0) // across * TILES
@@ -146,16 +149,17 @@ def _fold(
         for first in range(start, stop, BR):
             row = places(first, BR, OFFSET)
             inside = row < stop
-            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0)
-            if factors is not None:
-                factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
-                rows = rows.to(ACC) * factor[:, None]
-            rows = rows.to(COMMON)
+            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
             at, sums = pieces + row[None, :] * x_step, ()
             for t in tl.static_range(TILES):
-                u = tl.load(at + u_at[t], mask=inside[None, :], other=0).to(COMMON)
-                v = tl.load(at + v_at[t], mask=inside[None, :], other=0).to(COMMON)
-                sums = sums + (tl.dot(outer_columns(u, v), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
+                u = tl.load(at + u_at[t], mask=inside[None, :], other=0)
+                v = tl.load(at + v_at[t], mask=inside[None, :], other=0)
+                if factors is not None:
+                    factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
+                    phi = outer_columns(u.to(ACC) * factor[None, :], v.to(ACC))
+                else:
+                    phi = outer_columns(u.to(COMMON), v.to(COMMON))
+                sums = sums + (tl.dot(nearest(phi, COMMON, PRECISION), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
             totals = sums
     out += (row_of * made + tl.program_id(1)) * COUNT * SPAN * E
     for t in tl.static_range(TILES):
@@ -195,6 +199,7 @@ def _moments(
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     BR: tl.constexpr,
+    BA: tl.constexpr,
 ):
     """z, as exact as float32: sums of weights of different signs may cancel."""
     n: tl.constexpr = D // TILE
@@ -202,19 +207,19 @@ def _moments(
     batch, head = row_of // h, row_of % h
     start = (tl.program_id(0) + skipped) * C
     stop = tl.minimum(start + C, T)
-    total = tl.zeros([BD, BD], ACC)
+    a, b = (tl.program_id(2) * BA + tl.arange(0, BA))[:, None], tl.arange(0, BD)[None, :]
+    total = tl.zeros([BA, BD], ACC)
     for member in range(groups):
         rows = x + batch * multiple(x_batch, X_UNIT) + (head * groups + member) * multiple(x_head, X_UNIT)
         for first in range(start, stop, BR):
             row = places(first, BR, OFFSET)
             right = load_rows(rows, row, stop, multiple(x_row, X_UNIT), D, BD, COMMON)
+            left = tl.load(rows + row[None, :] * multiple(x_row, X_UNIT) + a, mask=(row < stop)[None, :] & (a < D), other=0)
             if factors is not None:
                 factor = tl.load(factors + (row_of * groups + member) * T + row, mask=row < stop, other=0)
-                left = right.T.to(ACC) * factor[None, :]
-                total = add_exactly(total, left, right, COMMON, PRECISION)
+                total = add_exactly(total, left.to(ACC) * factor[None, :], right, COMMON, PRECISION)
             else:
-                total = tl.dot(right.T, right, total, input_precision=PRECISION, out_dtype=ACC)
-    a, b = tl.arange(0, BD)[:, None], tl.arange(0, BD)[None, :]
+                total = tl.dot(left.to(COMMON), right, total, input_precision=PRECISION, out_dtype=ACC)
     out += (row_of * made + tl.program_id(0)) * (n * (n + 1) // 2 * TILE * TILE)
     tl.store(out + packed(a, b, n, TILE), total, mask=(a < D) & (b < D) & (a // TILE <= b // TILE))
 
