@@ -58,7 +58,7 @@ def add_described_products(
 
 @triton.jit
 def nearest(x, COMMON: tl.constexpr, PRECISION: tl.constexpr):
-    """A fragment of sums as it is multiplied: rounded to the nearest number of COMMON, or of tf32, which matrix units truncate to."""
+    """A fragment of sums as it is multiplied: rounded to COMMON, or to tf32, to which matrix units would truncate it."""
     if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)

@@ -67,15 +67,16 @@ def problem_of(
 def prepared(p: Pass, problem: Problem, k: str) -> dict[str, str | None]:
     """Record the kernel that adds gates and norms up within chunks; returns its slots."""
     n, wide = problem, p.accumulator
-    rows, made = (n.B, n.h, n.T), dict[str, str | None](high=None, low=None, until=None, whole=None)
+    rows, made = (n.B, n.h, n.T), dict[str, str | None](high=None, low=None, since=None, until=None, whole=None)
     if n.gated:
         made["high"], made["low"] = p.buffer("high", rows, wide), p.buffer("low", rows, wide)
     crossed = n.crossed or n.returned
     if crossed and n.gated:
-        made["until"], made["whole"] = p.buffer("until", rows, wide), p.buffer("whole", (n.B, n.h, n.chunks), wide)
+        made["since"], made["until"] = p.buffer("since", rows, wide), p.buffer("until", rows, wide)
+        made["whole"] = p.buffer("whole", (n.B, n.h, n.chunks), wide)
     made["lengths"] = p.buffer("lengths", rows, wide)
     made["norms"] = p.buffer("norms of chunks", (n.B, n.h, n.chunks), wide) if crossed else None
-    takes = [k, "log_gate" if n.gated else None, *(made[x] for x in ("high", "low", "until", "whole", "lengths", "norms"))]
+    takes = [k, "log_gate" if n.gated else None, *(made[x] for x in ("high", "low", "since", "until", "whole", "lengths", "norms"))]
     p.start(gpu_launches.prepare, takes, gpu_launches.launch_prepare(n))
     return made
 
@@ -107,21 +108,31 @@ def forward_pass(
         p.launch(gpu_launches.step, n, [*takes, *tables, out, *new, rates, lost if lost_dtype else None], writes=writes)
         return p.returns(out, *new, rates, lost, *saved)
     about = prepared(p, n, slots["k"])
-    past: list[str | None] = [None, None, None]  # what the results read: states, moments, or what other kernels made of them
+    past: Sequence[str | None] = None, None  # sums over earlier chunks, and sums of weights
     lengths = None
     if n.crossed or return_state:
         lengths = p.buffer("norms before chunks", (B, n.h, n.chunks), wide)
         if n.paired:
             _states(p, n, slots, about, kept if n.crossed else None, new if return_state else None, lengths)
-            past[:2] = kept if n.crossed else [None] * 2
+            past = _past_sums(p, n, slots["q"], about, kept) if n.crossed else past
         else:
-            past[2] = gpu_any_power.states(p, n, slots, about, kept if several else None, new if return_state else None, lengths)
+            past = gpu_any_power.states(p, n, slots, about, kept if several else None, new if return_state else None, lengths)
     p.launch(
         gpu_launches.outputs, n,
-        [*(slots[x] for x in "qkv"), about["high"], about["low"], about["lengths"], *past[:2], lengths if n.crossed else None,
-         past[2], out, rates, lost if lost_dtype else None], writes=["out"],
+        [*(slots[x] for x in "qkv"), about["high"], about["low"], about["lengths"], *past, lengths if n.crossed else None, out,
+         rates, lost if lost_dtype else None], writes=["out"],
     )  # fmt: skip
     return p.returns(out, *new, rates, lost, *saved)
+
+
+def _past_sums(p: Pass, n: Problem, q: str, about: dict[str, str | None], kept: Sequence[str]) -> list[str | None]:
+    """Record what queries see of the states before their chunks."""
+    rows = (n.B, n.h * n.groups, n.T)
+    made = [p.buffer("sums of the past", (*rows, n.e), n.wide), p.buffer("norms of the past", rows, n.wide)]
+    first = 0 if n.begun else 1
+    problem = gpu_launches.past_of(n, n.q, None, n.groups, first, n.chunks - first)
+    p.launch(gpu_launches.past_sums, problem, [q, about["since"], *kept, *made])
+    return list(made)
 
 
 def _states(
@@ -177,10 +188,11 @@ def backward_pass(
     made = {f"d_{x}": p.buffer(f"new d_{x}", cast(Tensor, t).shape, cast(Tensor, t).dtype) for x, t in inputs.items() if wanted[x]}
     about, heads = prepared(p, n, slots["k"]), (n.B, n.h * n.groups, n.T)
     rate, shift, balanced = (p.buffer(x, heads, wide) for x in ("rate", "shift", "balanced shift"))
-    past_rate, past_shift = (p.buffer(x, heads, wide) if n.crossed else None for x in ("past rate", "balanced past shift"))
-    plain_past = p.buffer("past shift", heads, wide) if n.crossed and not n.paired else None
+    past_rate, past_shift, plain_past = (
+        p.buffer(x, heads, wide) if n.crossed else None for x in ("past rate", "balanced past shift", "past shift")
+    )
     takes = [slots["out"], p.contiguous("lost") if lost.shape[2:] != (0,) else None, slots["grad"], p.contiguous("rates")]
-    takes += [about["high"], about["low"], rate, shift, past_rate, plain_past]
+    takes += [about["since"], rate, shift, past_rate, plain_past]
     p.start(gpu_launches.row_factors, takes, gpu_launches.launch_row_factors(n))
 
     rows, of_gates = [*(slots[x] for x in ("q", "k", "v", "grad")), about["high"], about["low"]], wanted["log_gate"]
@@ -188,15 +200,18 @@ def backward_pass(
     queries = of_queries = None
     if n.crossed and n.paired:
         before = _before(p, n, about)
+        of_queries = p.buffer("gradients of queries", (*heads, n.d), wide)
+        problem = gpu_launches.past_of(n, n.q, n.grad, n.groups, 0 if n.begun else 1, n.chunks - (0 if n.begun else 1))
+        takes = [slots["q"], slots["grad"], past_rate, plain_past, *before, of_queries]
+        p.launch(gpu_launches.past_gradients, problem, takes)
     elif n.crossed:
         queries, of_queries = gpu_any_power.query_gradients(p, n, slots, (past_rate, plain_past))
-    takes = [*rows, rate, shift, *before, of_queries, made.get("d_q"), balanced, past_shift]
+    takes = [*rows, rate, shift, of_queries, made.get("d_q"), balanced, past_shift]
     p.launch(gpu_launches.query_gradients, n, takes, writes=["q"] if wanted["q"] else [])
 
     of_begin = n.begun and (wanted["S"] or wanted["z"] or of_gates)
     end = [p.buffer(f"whole d_{x}", t.shape, wide) for x, t in (("S", S), ("z", z)) if t is not None] if of_begin else [None] * 2
-    after: list[Any] = [None, None]
-    of_keys: list[Any] = [None, None]
+    of_keys: Sequence[str | None] = None, None
     flows = None
     if (n.crossed or return_state) and not n.paired:
         of_keys, flows = gpu_any_power.gradients(p, n, slots, about, (past_rate, past_shift), queries, end if of_begin else None)
@@ -205,9 +220,11 @@ def backward_pass(
             flows = p.buffer("flows", (n.B * n.h, n.chunks + 1, gpu_launches.flow_columns(n)), wide)
         kind = kept_dtype(q, k, v, power, wide)
         after = _after(p, n, slots, about, (past_rate, past_shift), end if of_begin else None, kind, before, flows)
+        if after[0] is not None:
+            of_keys = _past_keys(p, n, slots, about, after)
     if wanted["k"] or wanted["v"] or of_gates:
         passed = p.buffer("passed", (n.B, n.h, n.T), wide) if of_gates else None
-        takes = [*rows, rate, balanced, *after, *of_keys, made.get("d_k"), made.get("d_v"), passed]
+        takes = [*rows, rate, balanced, *of_keys, made.get("d_k"), made.get("d_v"), passed]
         p.launch(gpu_launches.key_gradients, n, takes, writes=[x for x in "kv" if wanted[x]])
     if of_gates:
         takes = [passed, flows, "log_gate", made["d_log_gate"]]
@@ -219,6 +236,19 @@ def backward_pass(
             if dtype == wide:
                 made[f"d_{x}"] = found
     return p.returns(*made.values())
+
+
+def _past_keys(
+    p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], after: Sequence[str | None]
+) -> list[str | None]:
+    """Record the gradients of keys and values through the states after their chunks."""
+    rows, count, until = (n.B, n.h, n.T), n.chunks - (0 if n.returned else 1), about["until"]
+    made = [p.buffer(f"gradients of {x}", (*rows, width), n.wide) for x, width in (("keys", n.d), ("values", n.e))]
+    problem = gpu_launches.past_of(n, n.k, n.v, 1, 0, count)
+    p.launch(gpu_launches.past_gradients, problem, [slots["k"], slots["v"], until, until, *after, made[0]])
+    problem = gpu_launches.past_of(n, n.k, None, 1, 0, count)
+    p.launch(gpu_launches.past_sums, problem, [slots["k"], until, *after, made[1], None])
+    return list(made)
 
 
 def _before(p: Pass, n: Problem, about: dict[str, str | None]) -> list[Any]:

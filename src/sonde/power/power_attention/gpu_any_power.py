@@ -116,8 +116,8 @@ class _Matrices:
 def states(
     p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], kept: Sequence[str] | None,
     new: Sequence[str] | None, lengths: str,
-) -> str | None:  # fmt: skip
-    """Record the states, and what the queries see of them: a slot of [B, h · groups, T, e + 1], sums and sums of weights."""
+) -> Sequence[str | None]:  # fmt: skip
+    """Record the states, and what queries see of them: slots of sums [B, h · groups, T, e], and of sums of weights."""
     m = _Matrices(p, n)
     made = None
     if n.returned or n.chunks > 1:
@@ -131,23 +131,18 @@ def states(
         whole = (n.B, n.h, n.chunks, n.D, n.e + 1)
         _store(p, entering, kept[0], kept[1], [], lambda t: t.view(whole).transpose(1, 2))
     if not n.crossed or entering is None:
-        return None
+        return None, None
     seen = m.product(m.rows("queries", slots["q"], n.groups, n.d), m.slab(entering, n.D, n.e + 1), "k", "sums of queries")
 
-    def faded(t: Tensor, *gates: Tensor) -> Tensor:
+    def faded(t: Tensor, since: Tensor | None) -> tuple[Tensor, Tensor]:
         found = _joined(t, n)
-        return found * _since(n, *gates) if gates else found
+        found = found if since is None else found * since.repeat_interleave(n.groups, 1)[..., None]
+        return found[..., :-1].contiguous(), found[..., -1].contiguous()
 
-    takes = [seen.slot, *([about["high"], about["low"]] if n.gated else [])]
-    shape = (n.B, n.h * n.groups, n.T, n.e + 1)
+    shape = (n.B, n.h * n.groups, n.T)
+    gives = [("sums of the past", (*shape, n.e), m.wide), ("norms of the past", shape, m.wide)]
     scratch = 3 * n.B * n.h * n.groups * (n.T + n.C) * (n.e + 1) * 8
-    (past,) = p.call("copy_", faded, takes, [("sums of the past", shape, m.wide)], scratch=scratch)
-    return past
-
-
-def _since(n: Problem, high: Tensor, low: Tensor) -> Tensor:
-    """e to the gates since the beginning of the chunk [B, h · groups, T, 1]."""
-    return (high + low).exp().repeat_interleave(n.groups, 1)[..., None]
+    return p.call("copy_", faded, [seen.slot, about["since"]], gives, scratch=scratch)
 
 
 def _store(p: Pass, found: str, S: str | None, z: str | None, writes: Sequence[str], arrange: Any) -> None:

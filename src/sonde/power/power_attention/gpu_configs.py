@@ -97,6 +97,40 @@ class Fold(NamedTuple):
         return self.D // self.tile**2
 
 
+class Past(NamedTuple):
+    """Rows that go through states: queries, or keys on the way back."""
+
+    B: int
+    h: int
+    groups: int  # heads of rows that share a state
+    T: int
+    C: int
+    chunks: int
+    first: int  # chunk that has a state
+    count: int  # of chunks that have one
+    d: int
+    e: int
+    tile: int
+    D: int
+    x: Strides
+    y: Strides
+    x_unit: int
+    y_unit: int
+    common: torch.dtype
+    wide: torch.dtype
+    precision: str
+    exact: str
+    far: bool
+
+    @property
+    def half(self) -> bool:
+        return self.common.itemsize == 2
+
+    @property
+    def widest(self) -> int:
+        return max(self.d, self.e)
+
+
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
     block_n: int  # rows that it reads at a time; of a fold, columns of the state
@@ -137,6 +171,19 @@ def fold_candidates(p: Fold) -> list[Config]:
     if not p.half:
         shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
     return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= p.tiles)]
+
+
+def past_config(p: Past) -> Config:
+    if not p.half:
+        return Config(32 if p.widest <= 64 else 16, 0, 0, 4, 1)
+    return Config(128, 0, 0, 4, 3) if p.widest <= 64 else Config(128, 0, 0, 8, 3)
+
+
+def past_candidates(p: Past) -> list[Config]:
+    shapes = [(128, 4, 3), (128, 4, 4), (128, 8, 3), (64, 4, 3), (256, 8, 3), (64, 4, 4), (128, 4, 2)]
+    if not p.half:
+        shapes = [(16, 4, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)]
+    return [past_config(p), *(Config(m, 0, 0, w, s) for m, w, s in shapes)]
 
 
 def moment_config(p: Fold) -> Config:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .._sympow.basis import Basis
-from .gpu_configs import Fold, Problem, Strides
+from .gpu_configs import Fold, Past, Problem, Strides
 
 
 def _wide(common: torch.dtype) -> torch.dtype:
     return torch.float32 if common.itemsize == 2 else torch.float64
 
 
-def _rows(t: Tensor, heads: int, p: Problem | Fold, width: int, strides: Strides) -> Tensor:
+def _rows(t: Tensor, heads: int, p: Problem | Fold | Past, width: int, strides: Strides) -> Tensor:
     """[B, heads, T, width] as the kernel sees it, in a wider dtype."""
     return t.as_strided((p.B, heads, p.T, width), (*strides, 1)).to(_wide(p.common))
 
@@ -44,68 +44,57 @@ def _parts(p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low
             yield _Part((b, slice(None), rows), x[b, :, rows], keys, values, decay, g.exp()[..., None], chunk)
 
 
-def _state(p: Problem, states: Tensor | None, b: int, chunk: int, like: Tensor) -> Tensor:
+def _state(p: Past, states: Tensor, b: int, chunk: int, like: Tensor) -> Tensor:
     """[hq, D, …], a state without roots as φ with roots expects it."""
     basis = Basis(p.d, 2, p.tile, True, like.device)
-    if states is None:
-        return like.new_zeros(p.h * p.groups, basis.D, 1)
     found = states[b, chunk].to(like.dtype).reshape(p.h, basis.D, -1)
     return (found * basis.roots.to(like.dtype).repeat_interleave(p.tile**2)[:, None]).repeat_interleave(p.groups, 0)
 
 
-def _phi(p: Problem | Fold, x: Tensor, scaled: bool = True) -> Tensor:
+def _phi(p: Problem | Fold | Past, x: Tensor, scaled: bool = True) -> Tensor:
     return Basis(p.d, 2, p.tile, scaled, x.device).phi(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 def outputs(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, lengths: Tensor, states: Tensor | None,
-    moments: Tensor | None, norms: Tensor | None, past: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, lengths: Tensor, past: Tensor | None,
+    past_norms: Tensor | None, norms: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
     found = torch.empty_like(out)
     for part in _parts(p, q, k, v, high, low):
         (b, _, rows), x = part.at, part.x
         weights = (x @ part.y.mT) ** p.power * part.decay
         total, norm = weights @ part.z, weights.sum(-1, keepdim=True)
-        if states is not None:
-            phi = _phi(p, x) * part.since
-            total = total + phi @ _state(p, states, b, part.chunk, x)
-            norm = norm + phi @ _state(p, moments, b, part.chunk, x)
-        elif past is not None:
-            total, norm = total + past[b, :, rows, :-1], norm + past[b, :, rows, -1:]
+        if past is not None and past_norms is not None and (part.chunk > 0 or p.begun):
+            total, norm = total + past[b, :, rows], norm + past_norms[b, :, rows, None]
         found[b, rows] = (total / norm).transpose(0, 1).to(out.dtype)
-    return {10: found}
+    return {9: found}
 
 
 def query_gradients(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor, shift: Tensor,
-    states: Tensor | None, moments: Tensor | None, past: Tensor | None, d_q: Tensor | None, *others: Tensor | None,
+    past: Tensor | None, d_q: Tensor | None, *others: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
     if d_q is None:
         return {}
     found, grads = torch.empty_like(d_q), _rows(grad, p.h * p.groups, p, p.e, p.grad)
-    basis = Basis(p.d, 2, p.tile, True, q.device)
     for part in _parts(p, q, k, v, high, low):
         b, _, rows = part.at
         incoming, shifts = grads[part.at] * rate[part.at][..., None], shift[part.at][..., None]
         slopes = p.power * (part.x @ part.y.mT) ** (p.power - 1) * part.decay * (incoming @ part.z.mT + shifts)
         total = slopes @ part.y
-        if states is not None:
-            d_phi = incoming @ _state(p, states, b, part.chunk, total).mT + shifts * _state(p, moments, b, part.chunk, total).mT
-            d_phi = d_phi * part.since
-            total = total + basis.gradient(d_phi.flatten(0, 1), part.x.flatten(0, 1)).view_as(total)
-        elif past is not None:
+        if past is not None and (part.chunk > 0 or p.begun):
             total = total + past[part.at]
         found[b, rows] = total.transpose(0, 1).to(d_q.dtype)
-    return {11: found}
+    return {9: found}
 
 
 def key_gradients(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor,
-    shift: Tensor, states: Tensor | None, moments: Tensor | None, past_k: Tensor | None, past_v: Tensor | None,
+    shift: Tensor, past_k: Tensor | None, past_v: Tensor | None,
     d_k: Tensor | None, d_v: Tensor | None, passed: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    found = {12 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
-    grads, basis = _rows(grad, p.h * p.groups, p, p.e, p.grad), Basis(p.d, 2, p.tile, True, q.device)
+    found = {10 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
+    grads = _rows(grad, p.h * p.groups, p, p.e, p.grad)
     for part in _parts(p, q, k, v, high, low):
         b, _, rows = part.at
         incoming, shifts = grads[part.at] * rate[part.at][..., None], shift[part.at][..., None]
@@ -113,19 +102,48 @@ def key_gradients(
         slopes = p.power * products ** (p.power - 1) * part.decay * (incoming @ part.z.mT + shifts)
         to_keys, to_values = ((w.mT @ x).unflatten(0, (p.h, p.groups)).sum(1) for w, x in (
             (slopes, part.x), (products**p.power * part.decay, incoming)))  # fmt: skip
-        if states is not None:
-            keys, values = part.y[:: p.groups], part.z[:: p.groups]
-            S, z = (_state(p, t, b, part.chunk, keys)[:: p.groups] for t in (states, moments))
-            kept = part.decay[:: p.groups, -1, :, None]  # until the end of the chunk
-            d_phi = (values @ S.mT + z.mT) * kept
-            to_keys = to_keys + basis.gradient(d_phi.flatten(0, 1), keys.flatten(0, 1)).view_as(keys)
-            to_values = to_values + _phi(p, keys) @ S * kept
-        elif past_k is not None and past_v is not None:
+        if past_k is not None and past_v is not None and (part.chunk < p.chunks - 1 or p.returned):
             to_keys, to_values = to_keys + past_k[b, :, rows], to_values + past_v[b, :, rows]
-        for i, t in ((12, to_keys), (13, to_values)):
+        for i, t in ((10, to_keys), (11, to_values)):
             if i in found:
                 found[i][b, rows] = t.transpose(0, 1).to(found[i].dtype)
     return found
+
+
+def _passes(p: Past) -> Iterator[tuple[int, int, slice]]:
+    """Batch entry, chunk, and the rows of it that go through a state."""
+    for b in range(p.B):
+        for chunk in range(p.first, p.first + p.count):
+            yield b, chunk, slice(chunk * p.C, min(p.T, (chunk + 1) * p.C))
+
+
+def past_sums(
+    p: Past, x: Tensor, factors: Tensor | None, states: Tensor, moments: Tensor, sums: Tensor, norms: Tensor | None
+) -> dict[int, Tensor]:
+    rows, found = _rows(x, p.h * p.groups, p, p.d, p.x), {i: t.clone() for i, t in ((4, sums), (5, norms)) if t is not None}
+    for b, chunk, here in _passes(p):
+        phi = _phi(p, rows[b, :, here])
+        if factors is not None:
+            phi = phi * factors[b, :, here, None].repeat_interleave(p.groups, 0).to(phi.dtype)
+        for i, state in ((4, states), (5, moments)):
+            if i in found:
+                found[i][b, :, here] = (phi @ _state(p, state, b, chunk, phi)).view_as(found[i][b, :, here]).to(found[i].dtype)
+    return found
+
+
+def past_gradients(
+    p: Past, x: Tensor, y: Tensor, rate: Tensor | None, shift: Tensor | None, states: Tensor, moments: Tensor, d_x: Tensor
+) -> dict[int, Tensor]:
+    rows, vectors = _rows(x, p.h * p.groups, p, p.d, p.x), _rows(y, p.h * p.groups, p, p.e, p.y)
+    found, basis = d_x.clone(), Basis(p.d, 2, p.tile, True, x.device)
+    for b, chunk, here in _passes(p):
+        incoming, shifts = vectors[b, :, here], torch.ones_like(vectors[b, :, here, :1])
+        if rate is not None and shift is not None:
+            incoming, shifts = incoming * rate[b, :, here, None], shifts * shift[b, :, here, None]
+        d_phi = incoming @ _state(p, states, b, chunk, incoming).mT + shifts * _state(p, moments, b, chunk, incoming).mT
+        these = rows[b, :, here]
+        found[b, :, here] = basis.gradient(d_phi.flatten(0, 1), these.flatten(0, 1)).view_as(these).to(found.dtype)
+    return {6: found}
 
 
 def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, out: Tensor) -> dict[int, Tensor]:

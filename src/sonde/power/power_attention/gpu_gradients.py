@@ -1,8 +1,4 @@
-"""Power attention's gradients: through the weights of a chunk, which are recomputed, and through the states between chunks.
-
-The state of power 2 is a symmetric matrix M of vectors: φ(q)·S = Σ_ab q_a q_b M_ab. So ∂q_a = 2 Σ_b q_b M_ab·∂, a product of
-rows that are scaled by one number of q at a time with M's slice b. Nothing of φ's size is formed, and sums stay in the accumulator.
-"""
+"""Power attention's gradients through the weights of a chunk, which are recomputed, added to those through states."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import triton.language as tl
 
 from .._device.product import nearest
 from .._device.tiles import load_rows, multiple, places
-from .gpu_kernels import QKV, times_moments, times_state
-from .gpu_states import LEAST_GATE, SIZES, packed
+from .gpu_kernels import QKV
+from .gpu_states import LEAST_GATE, SIZES
 
 GRAD = ["g_batch", "g_head", "g_row"]
 
@@ -23,8 +19,7 @@ def _row_factors(
     lost,  # as `out`, contiguous; or None
     grad,  # [B, h · groups, T, e], rows contiguous
     rates,  # [B, T, h · groups]
-    high,  # [B, h, T], or None
-    low,
+    since,  # [B, h, T], e to the gates from the beginning of the chunk; None without
     rate,  # [B, h · groups, T], ∂(Σ w v) is this times ∂out
     shift,  # and ∂(Σ w) this
     past_rate,  # the same for the state before the chunk; None if nobody needs it
@@ -64,32 +59,11 @@ def _row_factors(
     tl.store(rate + row_of * T + i, found, mask=inside)
     tl.store(shift + row_of * T + i, moved, mask=inside)
     if past_rate is not None:
-        if high is not None:
-            gates = (batch * h + head // groups) * T + i
-            since = tl.exp(tl.load(high + gates, mask=inside, other=0) + tl.load(low + gates, mask=inside, other=0))
-            found, moved = found * since, moved * since
+        if since is not None:
+            factor = tl.load(since + (batch * h + head // groups) * T + i, mask=inside, other=0)
+            found, moved = found * factor, moved * factor
         tl.store(past_rate + row_of * T + i, found, mask=inside)
-        if past_shift is not None:
-            tl.store(past_shift + row_of * T + i, moved, mask=inside)
-
-
-@triton.jit
-def times_slices(
-    rows, x, x_row, state, i, stop, n, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half the gradient of φ(x)·M·rows by x."""
-    a, column = tl.arange(0, BD), tl.arange(0, BE)
-    total = tl.zeros([rows.shape[0], BD], ACC)
-    for b in range(D):
-        factor = tl.load(x + i * x_row + b, mask=i < stop, other=0).to(COMMON)
-        at = state + packed(a, b, n, TILE)[:, None] * E + column[None, :]
-        if BD == D and BE == E:
-            matrix = tl.load(at)
-        else:
-            matrix = tl.load(at, mask=(a < D)[:, None] & (column < E)[None, :], other=0)
-        total = tl.dot(nearest(rows * factor[:, None], COMMON, PRECISION), matrix.to(COMMON).T, total, input_precision=PRECISION, out_dtype=ACC)
-    return total
+        tl.store(past_shift + row_of * T + i, moved, mask=inside)
 
 
 @triton.jit
@@ -137,9 +111,7 @@ def _query_gradients(
     low,
     rate,  # [B, h · groups, T]
     shift,
-    states,
-    moments,
-    past,  # [B, h · groups, T, d], the gradient through the states, if other kernels computed it; or None
+    past,  # [B, h · groups, T, d], the gradient through the states; or None
     d_q,  # [B, T, h · groups, d], or None
     balanced,  # [B, h · groups, T], `shift` so that Σ_j w_ij ∂w_ij = 0
     past_shift,  # the same for the state before the chunk, or None
@@ -165,11 +137,9 @@ def _query_gradients(
     BD: tl.constexpr,
     BE: tl.constexpr,
     POWER: tl.constexpr,
-    TILE: tl.constexpr,
     ACC: tl.constexpr,
     COMMON: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
     OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     BEGUN: tl.constexpr,
@@ -181,7 +151,6 @@ def _query_gradients(
     Σ_j w_ij ∂w_ij should be 0. It is not, since weights were rounded for `out`, from which `shift` comes, and these errors would
     add up in the gradients of gates. So the other gradients get a `shift` that makes it 0.
     """
-    n: tl.constexpr = D // TILE
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     heads = h * groups
@@ -203,32 +172,24 @@ def _query_gradients(
     total = tl.zeros([BM, BD], ACC)
     excess = tl.zeros([BM], ACC)
     GATED: tl.constexpr = high is not None
-    later, since_first = excess + 1, 1.0  # e^{G_i − G} and e^G, where G is that of the first query
+    later = excess + 1  # e^{G_i − G}, where G is that of the first query
     high_i, low_i, high_first, low_first = excess, excess, excess, excess
     if GATED:
         high += (batch * h + shared) * T
         low += (batch * h + shared) * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
         high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
-        later, since_first = tl.exp((high_i - high_first) + (low_i - low_first)), tl.exp(high_first + low_first)
-    if states is not None:
-        if (chunk > 0) | BEGUN:
-            at = ((batch * chunks + chunk) * h + shared) * (n * (n + 1) // 2 * TILE * TILE)
-            total = times_slices(
-                incoming, q, q_step, states + at * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION
-            )  # fmt: skip
-            toward = times_moments(q, moments + at, i, (i < stop)[:, None], q_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
-            total = (total * rate_i[:, None] + toward * shift_i[:, None]) * (2 * since_first)
-            excess = tl.sum(total * queries.to(ACC), 1)  # p Σ_j w_ij ∂w_ij, by Euler's theorem
+        later = tl.exp((high_i - high_first) + (low_i - low_first))
     whole = start + (first - start) // BN * BN
     total, excess = add_from_keys(
         total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_first, low_first, start, whole, i, stop, k_step,
         v_step, False, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     total, excess = total * later[:, None], excess * later
-    if past is not None:
-        through = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
-        total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)
+    if past is not None:  # noqa: SIM102 (decided at compile time)
+        if (chunk > 0) | BEGUN:
+            through = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
+            total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)  # by Euler's theorem
     total, excess = add_from_keys(
         total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, whole, tl.minimum(first + BM, stop), i,
         stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
@@ -240,7 +201,7 @@ def _query_gradients(
     shift_i -= rate_i * excess * (1.0 / POWER)
     tl.store(balanced + row_of * T + i, shift_i, mask=i < stop)
     if past_shift is not None:
-        tl.store(past_shift + row_of * T + i, shift_i * later * since_first, mask=i < stop)
+        tl.store(past_shift + row_of * T + i, shift_i * tl.exp(high_i + low_i), mask=i < stop)
 
 
 @triton.jit
@@ -291,9 +252,7 @@ def _key_gradients(
     low,
     rate,
     shift,
-    states,  # [B, chunks, h, D, e], the gradients of the states after each chunk; or None
-    moments,
-    past_k,  # [B, h, T, d] and [B, h, T, e], the gradients through the states, if other kernels computed them; or None
+    past_k,  # [B, h, T, d] and [B, h, T, e], the gradients through the states; or None
     past_v,
     d_k,  # [B, T, h, d]
     d_v,  # [B, T, h, e]
@@ -320,11 +279,9 @@ def _key_gradients(
     BD: tl.constexpr,
     BE: tl.constexpr,
     POWER: tl.constexpr,
-    TILE: tl.constexpr,
     ACC: tl.constexpr,
     COMMON: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
     OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     RETURNED: tl.constexpr,  # the state after the last chunk has a gradient
@@ -332,7 +289,6 @@ def _key_gradients(
     BN: tl.constexpr,  # queries at a time
 ):
     """∂k_j and ∂v_j = Σ_i rate_i w_ij ∂out_i, over the heads of queries that share the keys."""
-    n: tl.constexpr = D // TILE
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks  # long columns first
     row_of = tl.program_id(1).to(tl.int64)
@@ -348,7 +304,7 @@ def _key_gradients(
     keys, values = load_rows(k, j, stop, k_step, D, BD, COMMON), load_rows(v, j, stop, v_step, E, BE, COMMON)
     to_keys, to_values, kept = tl.zeros([BM, BD], ACC), tl.zeros([BM, BE], ACC), tl.zeros([BM], ACC)
     GATED: tl.constexpr = high is not None
-    earlier, until_end = kept + 1, 1.0  # e^{G − G_j}, and e to the gates after G, where G is that of the last key
+    earlier = kept + 1  # e^{G − G_j}, where G is that of the last key
     high_j, low_j, high_last, low_last = kept, kept, kept, kept
     last = tl.minimum(first + BM, stop)
     if GATED:
@@ -357,21 +313,7 @@ def _key_gradients(
         there = first < stop
         high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
         high_last, low_last = tl.load(high + last - 1, mask=there, other=0), tl.load(low + last - 1, mask=there, other=0)
-        high_end, low_end = tl.load(high + stop - 1, mask=there, other=0), tl.load(low + stop - 1, mask=there, other=0)
         earlier = tl.exp((high_last - high_j) + (low_last - low_j))
-        until_end = tl.exp((high_end - high_last) + (low_end - low_last))
-    if states is not None:
-        if (chunk < chunks - 1) | RETURNED:
-            at = ((batch * chunks + chunk) * h + shared) * (n * (n + 1) // 2 * TILE * TILE)
-            column = tl.arange(0, BE)
-            to_values = times_state(
-                k, states + at * E, j, column, (j < stop)[:, None], (column < E)[None, :], k_step, n, E, TILE, BM, BE, ACC, COMMON,
-                PRECISION,
-            )  # fmt: skip
-            to_keys = times_slices(values, k, k_step, states + at * E, j, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
-            to_keys += times_moments(k, moments + at, j, (j < stop)[:, None], k_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
-            to_values, to_keys = to_values * until_end, to_keys * (2 * until_end)
-            kept = tl.sum(to_keys * keys.to(ACC), 1)  # p Σ_i w_ij ∂w_ij, by Euler's theorem
     for member in range(groups):
         head = shared * groups + member
         vectors = (batch * heads + head) * T
@@ -382,10 +324,11 @@ def _key_gradients(
             PRECISION, OFFSET,
         )  # fmt: skip
     to_keys, to_values, kept = to_keys * earlier[:, None], to_values * earlier[:, None], kept * earlier
-    if past_k is not None:
-        through = load_rows(past_k + row_of * T * D, j, stop, D, D, BD, ACC)
-        to_keys, kept = to_keys + through, kept + tl.sum(through * keys.to(ACC), 1)
-        to_values += load_rows(past_v + row_of * T * E, j, stop, E, E, BE, ACC)
+    if past_k is not None:  # noqa: SIM102 (decided at compile time)
+        if (chunk < chunks - 1) | RETURNED:
+            through = load_rows(past_k + row_of * T * D, j, stop, D, D, BD, ACC)
+            to_keys, kept = to_keys + through, kept + tl.sum(through * keys.to(ACC), 1)
+            to_values += load_rows(past_v + row_of * T * E, j, stop, E, E, BE, ACC)
     for member in range(groups):
         head = shared * groups + member
         vectors = (batch * heads + head) * T

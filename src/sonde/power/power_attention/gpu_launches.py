@@ -8,8 +8,8 @@ from ... import jit
 from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
 from .._dense.gpu_kernels import TRITON
-from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_states
-from .gpu_configs import Config, Fold, Problem, Strides
+from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_past, gpu_states
+from .gpu_configs import Config, Fold, Past, Problem, Strides
 
 prepare, moments, scan = gpu_states._prepare, gpu_states._moments, gpu_states._scan
 ALL_REGISTERS = 255  # without this limit the assembler targets fewer and spills a few of them
@@ -20,7 +20,7 @@ def _sizes(p: Problem) -> tuple[int, ...]:
     return p.h, p.groups, p.T, p.C, p.chunks
 
 
-def _offset(p: Problem | Fold) -> tl.dtype:
+def _offset(p: Problem | Fold | Past) -> tl.dtype:
     return tl.int64 if p.far else tl.int32
 
 
@@ -76,10 +76,37 @@ def launch_scan(p: Problem, e: int, first: int, count: int, reverse: bool = Fals
     return Launch((scan_programs(p, e), p.B * p.h, 1), (p.h, p.chunks, first, count, flow_columns(p), column), constants, 4, 4)
 
 
+def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, count: int) -> Past:
+    """The rows that these launches send through states: of `count` chunks from the first that has one."""
+    return Past(
+        p.B, p.h, groups, p.T, p.C, p.chunks, first, count, p.d, p.e, p.tile, p.D, x, y or (0, 0, 0), vector_of(16, *x),
+        vector_of(16, *y) if y else 0, p.common, p.wide, p.precision, p.exact, p.far,
+    )  # fmt: skip
+
+
+def _past_grid(p: Past, c: Config) -> tuple[int, int, int]:
+    return p.count * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1
+
+
+def _past_constants(p: Past) -> tuple:
+    blocks = power_of_2(max(16, p.d)), power_of_2(max(16, p.e))
+    return p.d, p.e, *blocks, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, p.exact, _offset(p)
+
+
+def launch_past_sums(p: Past, c: Config) -> Launch:
+    sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x
+    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, c.block_m), c.num_warps, c.num_stages)
+
+
+def launch_past_gradients(p: Past, c: Config) -> Launch:
+    sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x, *p.y
+    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, c.block_m), c.num_warps, c.num_stages)
+
+
 def _constants(p: Problem, last: bool, c: Config) -> tuple:
     return (
-        p.d, p.e, *p.blocks, p.power, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, p.exact, _offset(p), p.units,
-        last, c.block_m, c.block_n,
+        p.d, p.e, *p.blocks, p.power, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), p.units, last, c.block_m,
+        c.block_n,
     )  # fmt: skip
 
 
@@ -124,25 +151,40 @@ def fits_fold(p: Fold, c: Config) -> bool:
     return min(c.block_m, c.block_n) >= 16 and 1 <= c.tiles <= p.tiles
 
 
+def fits_rows(p: Past, c: Config) -> bool:
+    return c.block_m >= 16
+
+
 SIZES = ("T", "chunks")
+PAST_SIZES, PAST_BATCH = (*SIZES, "count"), ("B", "x", "y", "first")
 BATCH = ("B", "q", "k", "v", "out", "grad", "gate", "least")
 outputs = jit.kernel(
     gpu_kernels._outputs, "power.outputs", default=gpu_configs.output_config, candidates=gpu_configs.output_candidates,
-    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits, expected=gpu_expected.outputs, tolerance=1e-2,
+    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(9, 10, 11), fits=fits, expected=gpu_expected.outputs, tolerance=1e-2,
 )  # fmt: skip
 fold = jit.kernel(
     gpu_states._fold, "power.fold", default=gpu_configs.fold_config, candidates=gpu_configs.fold_candidates,
     launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(4,), fits=fits_fold, expected=gpu_expected.fold,
     tolerance=1e-2,
 )  # fmt: skip
+past_sums = jit.kernel(
+    gpu_past._past_sums, "power.past_sums", default=gpu_configs.past_config, candidates=gpu_configs.past_candidates,
+    launch=launch_past_sums, sizes=PAST_SIZES, batch=PAST_BATCH, writes=(4, 5), fits=fits_rows, expected=gpu_expected.past_sums,
+    tolerance=1e-2,
+)  # fmt: skip
+past_gradients = jit.kernel(
+    gpu_past._past_gradients, "power.past_gradients", default=gpu_configs.past_config, candidates=gpu_configs.past_candidates,
+    launch=launch_past_gradients, sizes=PAST_SIZES, batch=PAST_BATCH, writes=(6,), fits=fits_rows,
+    expected=gpu_expected.past_gradients, tolerance=1e-2,
+)  # fmt: skip
 query_gradients = jit.kernel(
     gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
-    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(11, 12, 13),
+    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(9, 10, 11),
     fits=fits, expected=gpu_expected.query_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
     gpu_gradients._key_gradients, "power.attention_keys", default=gpu_configs.key_config, candidates=gpu_configs.key_candidates,
-    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(12, 13, 14), fits=fits, expected=gpu_expected.key_gradients,
+    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits, expected=gpu_expected.key_gradients,
     tolerance=2e-2,
 )  # fmt: skip
 step = jit.kernel(

@@ -26,7 +26,8 @@ def _prepare(
     log_gate,  # [B, h, T], any strides; or None
     high,  # [B, h, T], sums of the gates since the beginning of the chunk
     low,  # and their rounding errors
-    until,  # [B, h, T], e to the gates from there to the end of the chunk
+    since,  # [B, h, T], e to the gates since the beginning of the chunk
+    until,  # [B, h, T], e to the gates from there to its end
     whole,  # [B, h, chunks], e to all gates of the chunk
     lengths,  # [B, h, T], Σ ‖k_j‖^p e^{G_i − G_j} over the rows of the chunk so far
     norms,  # [B, h, chunks], the same at its end
@@ -72,6 +73,8 @@ def _prepare(
             rounded = G.to(ACC)
             tl.store(high + here + i, rounded, mask=i < stop)
             tl.store(low + here + i, (G - rounded.to(tl.float64)).to(ACC), mask=i < stop)
+            if since is not None:
+                tl.store(since + here + i, tl.exp(G.to(ACC)), mask=i < stop)
             total = tl.sum(tl.where(last, G, 0), 0)
         left, added = tl.associative_scan((kept, length), 0, after)
         added += left * norm
