@@ -20,7 +20,7 @@ from .._dense.reference import residual_dtype
 from .._sympow.basis import default_tile, dimension
 from .._sympow.gpu import basis
 from . import gpu_any_power, gpu_launches
-from .gpu_configs import Problem, Strides
+from .gpu_configs import Past, Problem, Strides
 from .reference import kept_dtype, rows_of_chunk, scale_of, threshold
 
 FORCE_INT64 = False
@@ -67,16 +67,19 @@ def problem_of(
 def prepared(p: Pass, problem: Problem, k: str) -> dict[str, str | None]:
     """Record the kernel that adds gates and norms up within chunks; returns its slots."""
     n, wide = problem, p.accumulator
-    rows, made = (n.B, n.h, n.T), dict[str, str | None](high=None, low=None, since=None, until=None, whole=None)
+    rows, made = (
+        (n.B, n.h, n.T),
+        dict[str, str | None](high=None, low=None, early=None, late=None, since=None, until=None, whole=None),
+    )
     if n.gated:
-        made["high"], made["low"] = p.buffer("high", rows, wide), p.buffer("low", rows, wide)
+        made.update({x: p.buffer(x, rows, wide) for x in ("high", "low", "early", "late")})
     crossed = n.crossed or n.returned
     if crossed and n.gated:
-        made["since"], made["until"] = p.buffer("since", rows, wide), p.buffer("until", rows, wide)
+        made.update({x: p.buffer(x, rows, wide) for x in ("since", "until")})
         made["whole"] = p.buffer("whole", (n.B, n.h, n.chunks), wide)
     made["lengths"] = p.buffer("lengths", rows, wide)
     made["norms"] = p.buffer("norms of chunks", (n.B, n.h, n.chunks), wide) if crossed else None
-    takes = [k, "log_gate" if n.gated else None, *(made[x] for x in ("high", "low", "since", "until", "whole", "lengths", "norms"))]
+    takes = [k, "log_gate" if n.gated else None, *made.values()]
     p.start(gpu_launches.prepare, takes, gpu_launches.launch_prepare(n))
     return made
 
@@ -119,8 +122,8 @@ def forward_pass(
             past = gpu_any_power.states(p, n, slots, about, kept if several else None, new if return_state else None, lengths)
     p.launch(
         gpu_launches.outputs, n,
-        [*(slots[x] for x in "qkv"), about["high"], about["low"], about["lengths"], *past, lengths if n.crossed else None, out,
-         rates, lost if lost_dtype else None], writes=["out"],
+        [*(slots[x] for x in "qkv"), *(about[x] for x in ("high", "low", "early", "lengths")), *past,
+         lengths if n.crossed else None, out, rates, lost if lost_dtype else None], writes=["out"],
     )  # fmt: skip
     return p.returns(out, *new, rates, lost, *saved)
 
@@ -131,8 +134,16 @@ def _past_sums(p: Pass, n: Problem, q: str, about: dict[str, str | None], kept: 
     made = [p.buffer("sums of the past", (*rows, n.e), n.wide), p.buffer("norms of the past", rows, n.wide)]
     first = 0 if n.begun else 1
     problem = gpu_launches.past_of(n, n.q, None, n.groups, first, n.chunks - first)
-    p.launch(gpu_launches.past_sums, problem, [q, about["since"], *kept, *made])
+    p.launch(gpu_launches.past_sums, problem, [q, about["since"], kept[0], _spread(p, problem, kept[1]), *made])
     return list(made)
+
+
+def _spread(p: Pass, problem: Past, moments: str | None) -> str:
+    """Record the moments as matrices."""
+    n = problem
+    made = p.buffer(f"{moments} as matrices", (n.B, n.chunks, n.h, n.parts, n.d, n.d), n.common)
+    p.start(gpu_launches.spread, [moments, made], gpu_launches.launch_spread(problem))
+    return made
 
 
 def _states(
@@ -166,8 +177,7 @@ def _folded(
     made = p.buffer(f"states of {name}", (n.B, n.h, count, n.D, n.e), wide)
     moments = p.buffer(f"moments of {name}", (n.B, n.h, count, n.D), wide)
     fold = gpu_launches.fold_of(n, x_strides, y_strides, members, skipped, count)
-    tables = basis(p, n.d // n.tile, 2)
-    p.launch(gpu_launches.fold, fold, [x, y, factors, tables[0], made])
+    p.launch(gpu_launches.fold, fold, [x, y, factors, made])
     p.start(gpu_launches.moments, [x, shares, moments], gpu_launches.launch_moments(fold))
     return [made, moments]
 
@@ -202,11 +212,11 @@ def backward_pass(
         before = _before(p, n, about)
         of_queries = p.buffer("gradients of queries", (*heads, n.d), wide)
         problem = gpu_launches.past_of(n, n.q, n.grad, n.groups, 0 if n.begun else 1, n.chunks - (0 if n.begun else 1))
-        takes = [slots["q"], slots["grad"], past_rate, plain_past, *before, of_queries]
+        takes = [slots["q"], slots["grad"], past_rate, plain_past, before[0], _spread(p, problem, before[1]), of_queries]
         p.launch(gpu_launches.past_gradients, problem, takes)
     elif n.crossed:
         queries, of_queries = gpu_any_power.query_gradients(p, n, slots, (past_rate, plain_past))
-    takes = [*rows, rate, shift, of_queries, made.get("d_q"), balanced, past_shift]
+    takes = [*rows, about["early"], rate, shift, of_queries, made.get("d_q"), balanced, past_shift]
     p.launch(gpu_launches.query_gradients, n, takes, writes=["q"] if wanted["q"] else [])
 
     of_begin = n.begun and (wanted["S"] or wanted["z"] or of_gates)
@@ -224,7 +234,7 @@ def backward_pass(
             of_keys = _past_keys(p, n, slots, about, after)
     if wanted["k"] or wanted["v"] or of_gates:
         passed = p.buffer("passed", (n.B, n.h, n.T), wide) if of_gates else None
-        takes = [*rows, rate, balanced, *of_keys, made.get("d_k"), made.get("d_v"), passed]
+        takes = [*rows, about["late"], rate, balanced, *of_keys, made.get("d_k"), made.get("d_v"), passed]
         p.launch(gpu_launches.key_gradients, n, takes, writes=[x for x in "kv" if wanted[x]])
     if of_gates:
         takes = [passed, flows, "log_gate", made["d_log_gate"]]
@@ -245,9 +255,13 @@ def _past_keys(
     rows, count, until = (n.B, n.h, n.T), n.chunks - (0 if n.returned else 1), about["until"]
     made = [p.buffer(f"gradients of {x}", (*rows, width), n.wide) for x, width in (("keys", n.d), ("values", n.e))]
     problem = gpu_launches.past_of(n, n.k, n.v, 1, 0, count)
-    p.launch(gpu_launches.past_gradients, problem, [slots["k"], slots["v"], until, until, *after, made[0]])
+    p.launch(
+        gpu_launches.past_gradients,
+        problem,
+        [slots["k"], slots["v"], until, until, after[0], _spread(p, problem, after[1]), made[0]],
+    )
     problem = gpu_launches.past_of(n, n.k, None, 1, 0, count)
-    p.launch(gpu_launches.past_sums, problem, [slots["k"], until, *after, made[1], None])
+    p.launch(gpu_launches.past_sums, problem, [slots["k"], until, after[0], None, made[1], None])
     return list(made)
 
 

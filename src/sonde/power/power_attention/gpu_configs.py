@@ -8,6 +8,7 @@ import torch
 
 from ...jit.launch import power_of_2
 
+BLOCK = 64  # rows whose gates are added up from the first or to the last of them
 Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
@@ -91,11 +92,6 @@ class Fold(NamedTuple):
     def half(self) -> bool:
         return self.common.itemsize == 2
 
-    @property
-    def tiles(self) -> int:
-        """Of φ."""
-        return self.D // self.tile**2
-
 
 class Past(NamedTuple):
     """Rows that go through states: queries, or keys on the way back."""
@@ -130,11 +126,16 @@ class Past(NamedTuple):
     def widest(self) -> int:
         return max(self.d, self.e)
 
+    @property
+    def parts(self) -> int:
+        """Of moments, so that matrix units multiply them exactly."""
+        return 3 if self.half else 1
+
 
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
-    block_n: int  # rows that it reads at a time; of a fold, columns of the state
-    tiles: int  # of φ that a program of a fold computes
+    block_n: int  # rows that it reads at a time
+    slices: int  # of the state that a program of a fold computes
     num_warps: int
     num_stages: int
 
@@ -161,16 +162,16 @@ def output_candidates(p: Problem) -> list[Config]:
 
 def fold_config(p: Fold) -> Config:
     if p.half:
-        return Config(64, 64, min(2, p.tiles), 4, 3)
-    return Config(16, 32, 1, 4, 2)
+        return Config(64, 64, 2, 4, 3)
+    return Config(32 if p.wide == torch.float32 else 16, 16, 1, 4, 2)
 
 
 def fold_candidates(p: Fold) -> list[Config]:
-    shapes = [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 64, 4, 4, 3), (128, 64, 2, 4, 3), (64, 64, 2, 8, 3), (64, 64, 4, 8, 3),
-              (32, 64, 2, 4, 4), (64, 64, 2, 4, 2), (128, 64, 2, 8, 2)]  # fmt: skip
+    shapes = [(64, 64, 2, 4, 3), (64, 64, 4, 4, 3), (64, 128, 2, 4, 2), (64, 32, 4, 4, 4), (64, 32, 2, 4, 4), (64, 64, 1, 4, 3),
+              (64, 128, 4, 4, 2), (64, 64, 4, 4, 2)]  # fmt: skip
     if not p.half:
-        shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
-    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= p.tiles)]
+        shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (32, 16, 2, 4, 2)]
+    return [fold_config(p), *(Config(*s) for s in shapes if p.tile % s[2] == 0)]
 
 
 def past_config(p: Past) -> Config:

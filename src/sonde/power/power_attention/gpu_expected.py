@@ -56,8 +56,8 @@ def _phi(p: Problem | Fold | Past, x: Tensor, scaled: bool = True) -> Tensor:
 
 
 def outputs(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, lengths: Tensor, past: Tensor | None,
-    past_norms: Tensor | None, norms: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, early: Tensor | None,
+    lengths: Tensor, past: Tensor | None, past_norms: Tensor | None, norms: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
     found = torch.empty_like(out)
     for part in _parts(p, q, k, v, high, low):
@@ -67,12 +67,12 @@ def outputs(
         if past is not None and past_norms is not None and (part.chunk > 0 or p.begun):
             total, norm = total + past[b, :, rows], norm + past_norms[b, :, rows, None]
         found[b, rows] = (total / norm).transpose(0, 1).to(out.dtype)
-    return {9: found}
+    return {10: found}
 
 
 def query_gradients(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor, shift: Tensor,
-    past: Tensor | None, d_q: Tensor | None, *others: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, early: Tensor | None,
+    rate: Tensor, shift: Tensor, past: Tensor | None, d_q: Tensor | None, *others: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
     if d_q is None:
         return {}
@@ -85,15 +85,15 @@ def query_gradients(
         if past is not None and (part.chunk > 0 or p.begun):
             total = total + past[part.at]
         found[b, rows] = total.transpose(0, 1).to(d_q.dtype)
-    return {9: found}
+    return {10: found}
 
 
 def key_gradients(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, rate: Tensor,
-    shift: Tensor, past_k: Tensor | None, past_v: Tensor | None,
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, high: Tensor | None, low: Tensor | None, late: Tensor | None,
+    rate: Tensor, shift: Tensor, past_k: Tensor | None, past_v: Tensor | None,
     d_k: Tensor | None, d_v: Tensor | None, passed: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    found = {10 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
+    found = {11 + i: torch.empty_like(t) for i, t in enumerate((d_k, d_v)) if t is not None}
     grads = _rows(grad, p.h * p.groups, p, p.e, p.grad)
     for part in _parts(p, q, k, v, high, low):
         b, _, rows = part.at
@@ -104,7 +104,7 @@ def key_gradients(
             (slopes, part.x), (products**p.power * part.decay, incoming)))  # fmt: skip
         if past_k is not None and past_v is not None and (part.chunk < p.chunks - 1 or p.returned):
             to_keys, to_values = to_keys + past_k[b, :, rows], to_values + past_v[b, :, rows]
-        for i, t in ((10, to_keys), (11, to_values)):
+        for i, t in ((11, to_keys), (12, to_values)):
             if i in found:
                 found[i][b, rows] = t.transpose(0, 1).to(found[i].dtype)
     return found
@@ -118,17 +118,23 @@ def _passes(p: Past) -> Iterator[tuple[int, int, slice]]:
 
 
 def past_sums(
-    p: Past, x: Tensor, factors: Tensor | None, states: Tensor, moments: Tensor, sums: Tensor, norms: Tensor | None
+    p: Past, x: Tensor, factors: Tensor | None, states: Tensor, moments: Tensor | None, sums: Tensor, norms: Tensor | None
 ) -> dict[int, Tensor]:
     rows, found = _rows(x, p.h * p.groups, p, p.d, p.x), {i: t.clone() for i, t in ((4, sums), (5, norms)) if t is not None}
     for b, chunk, here in _passes(p):
         phi = _phi(p, rows[b, :, here])
         if factors is not None:
             phi = phi * factors[b, :, here, None].repeat_interleave(p.groups, 0).to(phi.dtype)
-        for i, state in ((4, states), (5, moments)):
-            if i in found:
-                found[i][b, :, here] = (phi @ _state(p, state, b, chunk, phi)).view_as(found[i][b, :, here]).to(found[i].dtype)
+        found[4][b, :, here] = (phi @ _state(p, states, b, chunk, phi)).to(sums.dtype)
+        if moments is not None and norms is not None:
+            factor = 1 if factors is None else factors[b, :, here].repeat_interleave(p.groups, 0)
+            found[5][b, :, here] = (_toward(p, moments, b, chunk, rows[b, :, here]) * rows[b, :, here]).sum(-1) * factor
     return found
+
+
+def _toward(p: Past, moments: Tensor, b: int, chunk: int, x: Tensor) -> Tensor:
+    """Rows times the matrix of moments."""
+    return x @ moments[b, chunk].to(x.dtype).sum(1).repeat_interleave(p.groups, 0)
 
 
 def past_gradients(
@@ -140,13 +146,14 @@ def past_gradients(
         incoming, shifts = vectors[b, :, here], torch.ones_like(vectors[b, :, here, :1])
         if rate is not None and shift is not None:
             incoming, shifts = incoming * rate[b, :, here, None], shifts * shift[b, :, here, None]
-        d_phi = incoming @ _state(p, states, b, chunk, incoming).mT + shifts * _state(p, moments, b, chunk, incoming).mT
         these = rows[b, :, here]
-        found[b, :, here] = basis.gradient(d_phi.flatten(0, 1), these.flatten(0, 1)).view_as(these).to(found.dtype)
+        d_phi = incoming @ _state(p, states, b, chunk, incoming).mT
+        through = basis.gradient(d_phi.flatten(0, 1), these.flatten(0, 1)).view_as(these)
+        found[b, :, here] = (through + 2 * shifts * _toward(p, moments, b, chunk, these)).to(found.dtype)
     return {6: found}
 
 
-def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, out: Tensor) -> dict[int, Tensor]:
+def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, out: Tensor) -> dict[int, Tensor]:
     found, heads = torch.empty_like(out), p.h * p.members
     rows, right = _rows(x, heads, p, p.d, p.x), _rows(y, heads, p, p.e, p.y)
     if factors is not None:
@@ -156,7 +163,7 @@ def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, o
             here = slice((chunk + p.skipped) * p.C, min(p.T, (chunk + p.skipped + 1) * p.C))
             made = _phi(p, rows[b, :, here], False).mT @ right[b, :, here]
             found[b, :, chunk] = made.unflatten(0, (p.h, p.members)).sum(1).to(out.dtype)
-    return {4: found}
+    return {3: found}
 
 
 def step(

@@ -74,9 +74,9 @@ def slope(products, POWER: tl.constexpr):
 
 @triton.jit
 def add_from_keys(
-    total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, first, last, i, stop, k_step, v_step,
-    MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+    total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, early, chunk, first, last, i, stop, k_step,
+    v_step, MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Add the queries' gradients through the weights of keys from `first` to `last`: ∂q, and p Σ_j w_ij ∂w_ij.
 
@@ -88,12 +88,13 @@ def add_from_keys(
         products = tl.dot(queries, keys.T, input_precision=PRECISION, out_dtype=total.dtype)
         toward = tl.dot(incoming, values.T, input_precision=PRECISION, out_dtype=total.dtype)
         d_products = slope(products, POWER) * (toward * rate_i[:, None] + shift_i[:, None])
-        if GATED:
+        if GATED and MASKED:
             high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
-            if MASKED:
-                d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
-            else:
-                d_products *= tl.exp((high_i - high_j) + (low_i - low_j))[None, :]
+            d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
+        elif GATED:
+            end = chunk + (start - chunk) // BLOCK * BLOCK + BLOCK - 1
+            between = tl.exp((high_i - tl.load(high + end)) + (low_i - tl.load(low + end)))
+            d_products *= (tl.load(early + j) * between)[None, :]
         if MASKED:
             d_products = tl.where(j[None, :] <= i[:, None], d_products, 0)
         excess += tl.sum(d_products * products, 1)
@@ -109,6 +110,7 @@ def _query_gradients(
     grad,  # [B, h · groups, T, e], of the result, rows contiguous
     high,
     low,
+    early,
     rate,  # [B, h · groups, T]
     shift,
     past,  # [B, h · groups, T, d], the gradient through the states; or None
@@ -143,6 +145,7 @@ def _query_gradients(
     OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     BEGUN: tl.constexpr,
+    BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -177,13 +180,14 @@ def _query_gradients(
     if GATED:
         high += (batch * h + shared) * T
         low += (batch * h + shared) * T
+        early += (batch * h + shared) * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
         high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
         later = tl.exp((high_i - high_first) + (low_i - low_first))
-    whole = start + (first - start) // BN * BN
+    whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, excess = add_from_keys(
-        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_first, low_first, start, whole, i, stop, k_step,
-        v_step, False, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_first, low_first, early, start, start, whole, i,
+        stop, k_step, v_step, False, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     total, excess = total * later[:, None], excess * later
     if past is not None:  # noqa: SIM102 (decided at compile time)
@@ -191,8 +195,8 @@ def _query_gradients(
             through = load_rows(past + row_of * T * D, i, stop, D, D, BD, ACC)
             total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)  # by Euler's theorem
     total, excess = add_from_keys(
-        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, whole, tl.minimum(first + BM, stop), i,
-        stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+        total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, early, start, whole,
+        tl.minimum(first + BM, stop), i, stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     if d_q is not None:
         column = tl.arange(0, BD)[None, :]
@@ -206,14 +210,14 @@ def _query_gradients(
 
 @triton.jit
 def add_from_queries(
-    to_keys, to_values, kept, keys, values, q, grad, rate, shift, high, low, high_j, low_j, first, last, j, stop, q_step, g_step,
-    MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+    to_keys, to_values, kept, keys, values, q, grad, rate, shift, high, low, high_j, low_j, late, chunk, first, last, stop, q_step,
+    g_step, j, MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients through the weights of one head's queries from `first` to `last`: ∂k, ∂v, and p Σ_i w_ij ∂w_ij.
 
-    Queries that are not MASKED come after all keys; the keys' factors of e^{G_i − G_j} are left to the caller, and `high_j` and
-    `low_j` are G of the last key.
+    Queries that are not MASKED come after all keys. Then `high_j` and `low_j` are G of the last key, e^{G_i − G_j} has three
+    factors as in `add_keys`, and the keys' own are left to the caller.
     """
     ACC: tl.constexpr = to_keys.dtype
     for start in range(first, last, BN):
@@ -223,13 +227,14 @@ def add_from_queries(
         products = tl.dot(keys, queries.T, input_precision=PRECISION, out_dtype=ACC)
         toward = tl.dot(values, incoming.T, input_precision=PRECISION, out_dtype=ACC)
         slopes = slope(products, POWER)
-        if GATED:
+        if GATED and MASKED:
             high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-            if MASKED:
-                slopes *= tl.exp((high_i[None, :] - high_j[:, None]) + (low_i[None, :] - low_j[:, None]))
-            else:
-                later = tl.exp((high_i - high_j) + (low_i - low_j))
-                rate_i, shift_i = rate_i * later, shift_i * later
+            slopes *= tl.exp((high_i[None, :] - high_j[:, None]) + (low_i[None, :] - low_j[:, None]))
+        elif GATED:
+            begin = chunk + (start - chunk) // BLOCK * BLOCK
+            between = tl.exp((tl.load(high + begin) - high_j) + (tl.load(low + begin) - low_j))
+            later = tl.load(late + i, mask=i < stop, other=0) * between
+            rate_i, shift_i = rate_i * later, shift_i * later
         if MASKED:
             slopes = tl.where(i[None, :] >= j[:, None], slopes, 0)
         weights = slopes * products * (rate_i * (1.0 / POWER))[None, :]
@@ -250,6 +255,7 @@ def _key_gradients(
     grad,
     high,
     low,
+    late,  # [B, h, T], e to the gates from after the first row of its BLOCK
     rate,
     shift,
     past_k,  # [B, h, T, d] and [B, h, T, e], the gradients through the states; or None
@@ -285,6 +291,7 @@ def _key_gradients(
     OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     RETURNED: tl.constexpr,  # the state after the last chunk has a gradient
+    BLOCK: tl.constexpr,
     BM: tl.constexpr,  # keys
     BN: tl.constexpr,  # queries at a time
 ):
@@ -307,9 +314,12 @@ def _key_gradients(
     earlier = kept + 1  # e^{G − G_j}, where G is that of the last key
     high_j, low_j, high_last, low_last = kept, kept, kept, kept
     last = tl.minimum(first + BM, stop)
+    # queries that see all keys; with gates, only where BLOCKs begin with those of queries and end with those of keys
+    whole = first + BM if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else stop
     if GATED:
         high += row_of * T
         low += row_of * T
+        late += row_of * T
         there = first < stop
         high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
         high_last, low_last = tl.load(high + last - 1, mask=there, other=0), tl.load(low + last - 1, mask=there, other=0)
@@ -320,8 +330,8 @@ def _key_gradients(
         to_keys, to_values, kept = add_from_queries(
             to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
             grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
-            low, high_last, low_last, first + BM, stop, j, stop, q_step, g_step, False, GATED, POWER, D, E, BD, BE, BN, COMMON,
-            PRECISION, OFFSET,
+            low, high_last, low_last, late, chunk * C, whole, stop, stop, q_step, g_step, j, False, GATED, POWER, D, E, BD, BE, BN,
+            BLOCK, COMMON, PRECISION, OFFSET,
         )  # fmt: skip
     to_keys, to_values, kept = to_keys * earlier[:, None], to_values * earlier[:, None], kept * earlier
     if past_k is not None:  # noqa: SIM102 (decided at compile time)
@@ -335,8 +345,8 @@ def _key_gradients(
         to_keys, to_values, kept = add_from_queries(
             to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
             grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
-            low, high_j, low_j, first, last, j, stop, q_step, g_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION,
-            OFFSET,
+            low, high_j, low_j, late, chunk * C, first, tl.minimum(whole, stop), stop, q_step, g_step, j, True, GATED, POWER, D, E,
+            BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
         )  # fmt: skip
     row = (batch * T + j) * h + shared
     if d_k is not None:

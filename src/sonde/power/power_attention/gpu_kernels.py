@@ -14,14 +14,15 @@ QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v
 
 @triton.jit
 def add_keys(
-    total, norm, divisor, queries, k, v, high, low, high_i, low_i, first, last, i, stop, k_step, v_step, MASKED: tl.constexpr,
-    GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+    total, norm, divisor, queries, k, v, high, low, high_i, low_i, early, chunk, first, last, i, stop, k_step, v_step,
+    MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from `first` to `last` of the queries' own chunk; only MASKED ones may have keys after some query.
+    """Blocks of keys from `first` to `last` of the chunk that begins at `chunk`; only MASKED ones may have keys after some query.
 
-    Keys that are not MASKED come before all queries, so e^{G_i − G_j} is a product of one factor for each: `high_i` and `low_i` are
-    then G of the first query, and the caller multiplies by the queries' factors.
+    Keys that are not MASKED come before all queries, so e^{G_i − G_j} is a product of three factors: from the key to the end of its
+    BLOCK, which is known; from there to the first query, a number (`high_i` and `low_i` are then G of the first query); and the
+    queries' own, which the caller multiplies in.
     """
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
@@ -30,12 +31,13 @@ def add_keys(
         weights = products * products
         if POWER == 4:
             weights = weights * weights
-        if GATED:
+        if GATED and MASKED:
             high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
-            if MASKED:
-                weights *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
-            else:
-                weights *= tl.exp((high_i - high_j) + (low_i - low_j))[None, :]
+            weights *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
+        elif GATED:
+            end = chunk + (start - chunk) // BLOCK * BLOCK + BLOCK - 1
+            between = tl.exp((high_i - tl.load(high + end)) + (low_i - tl.load(low + end)))
+            weights *= (tl.load(early + j) * between)[None, :]
         if MASKED:
             weights = tl.where(j[None, :] <= i[:, None], weights, 0)
         norm += tl.sum(weights, 1)
@@ -53,6 +55,7 @@ def _outputs(
     v,  # [B, h, T, e], rows contiguous
     high,  # [B, h, T], sums of gates in the chunk; None without gates
     low,
+    early,  # [B, h, T], e to the gates from there to the end of its BLOCK
     lengths,  # [B, h, T]
     past,  # [B, h · groups, T, e], the sums over earlier chunks; or None
     past_norms,  # [B, h · groups, T], their sums of weights
@@ -86,6 +89,7 @@ def _outputs(
     OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     BEGUN: tl.constexpr,
+    BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -113,13 +117,15 @@ def _outputs(
     if GATED:
         high += row_of * T
         low += row_of * T
+        early += row_of * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
         high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
         later = tl.exp((high_i - high_first) + (low_i - low_first))
-    whole = start + (first - start) // BN * BN  # keys that all queries see, in blocks
+    # keys that all queries see, in blocks; with gates, only where BLOCKs end with those of keys and of queries
+    whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, norm, divisor = add_keys(
-        total, norm, divisor, queries, k, v, high, low, high_first, low_first, start, whole, i, stop, k_step, v_step, False,
-        GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+        total, norm, divisor, queries, k, v, high, low, high_first, low_first, early, start, start, whole, i, stop, k_step,
+        v_step, False, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     total, norm, divisor = total * later[:, None], norm * later, divisor * later
     if past is not None:  # noqa: SIM102 (decided at compile time)
@@ -130,8 +136,8 @@ def _outputs(
             norm, divisor = norm + through, divisor + through
             most += tl.exp(high_i + low_i) * tl.load(norms + row_of * chunks + chunk)
     total, norm, divisor = add_keys(
-        total, norm, divisor, queries, k, v, high, low, high_i, low_i, whole, tl.minimum(first + BM, stop), i, stop,
-        k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
+        total, norm, divisor, queries, k, v, high, low, high_i, low_i, early, start, whole, tl.minimum(first + BM, stop), i, stop,
+        k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     x = queries.to(ACC)
     length = tl.sum(x * x, 1)

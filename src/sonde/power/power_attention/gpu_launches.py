@@ -11,7 +11,8 @@ from .._dense.gpu_kernels import TRITON
 from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_past, gpu_states
 from .gpu_configs import Config, Fold, Past, Problem, Strides
 
-prepare, moments, scan = gpu_states._prepare, gpu_states._moments, gpu_states._scan
+prepare, moments, scan, spread = gpu_states._prepare, gpu_states._moments, gpu_states._scan, gpu_states._spread
+COLUMNS = 64  # of a state that a program folds
 ALL_REGISTERS = 255  # without this limit the assembler targets fewer and spills a few of them
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
 
@@ -25,7 +26,8 @@ def _offset(p: Problem | Fold | Past) -> tl.dtype:
 
 
 def launch_prepare(p: Problem) -> Launch:
-    constants = p.d, p.blocks[0], p.power, triton_dtype(p.wide), _offset(p), p.units, min(64, power_of_2(max(16, p.C)))
+    rows = min(gpu_configs.BLOCK, power_of_2(max(16, p.C)))
+    constants = p.d, p.blocks[0], p.power, triton_dtype(p.wide), _offset(p), p.units, rows
     return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.k, *p.gate), constants, 4)
 
 
@@ -38,10 +40,10 @@ def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chun
 
 
 def launch_fold(p: Fold, c: Config) -> Launch:
-    grid = (cdiv(p.tiles, c.tiles) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
+    grid = (cdiv(p.d, c.block_m) * p.d // c.slices * cdiv(p.e, COLUMNS), p.chunks, p.B * p.h)
     constants = (
-        p.tiles, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, c.block_m, c.block_n,
-        c.tiles,
+        p.d, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, c.block_m, c.block_n, COLUMNS,
+        c.slices,
     )  # fmt: skip
     sizes = p.h, p.members, p.T, p.C, p.chunks, p.skipped
     return Launch(grid, (*sizes, *p.x, *p.y), constants, c.num_warps, c.num_stages)
@@ -55,6 +57,13 @@ def launch_moments(p: Fold) -> Launch:
         c.block_n,
     )  # fmt: skip
     return Launch((p.chunks, p.B * p.h, cdiv(p.d, c.block_n)), sizes, constants, c.num_warps, c.num_stages, registers=ALL_REGISTERS)
+
+
+def launch_spread(p: Past) -> Launch:
+    BD = power_of_2(max(16, p.d))
+    rows = min(64, BD)
+    constants = p.d, BD, p.tile, TRITON[p.common], p.parts, rows
+    return Launch((p.B * p.chunks * p.h, cdiv(p.d, rows), 1), (), constants, 4)
 
 
 def scan_programs(p: Problem, e: int) -> int:
@@ -90,7 +99,7 @@ def _past_grid(p: Past, c: Config) -> tuple[int, int, int]:
 
 def _past_constants(p: Past) -> tuple:
     blocks = power_of_2(max(16, p.d)), power_of_2(max(16, p.e))
-    return p.d, p.e, *blocks, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, p.exact, _offset(p)
+    return p.d, p.e, *blocks, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, p.exact, p.parts, _offset(p)
 
 
 def launch_past_sums(p: Past, c: Config) -> Launch:
@@ -105,8 +114,8 @@ def launch_past_gradients(p: Past, c: Config) -> Launch:
 
 def _constants(p: Problem, last: bool, c: Config) -> tuple:
     return (
-        p.d, p.e, *p.blocks, p.power, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), p.units, last, c.block_m,
-        c.block_n,
+        p.d, p.e, *p.blocks, p.power, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), p.units, last,
+        gpu_configs.BLOCK, c.block_m, c.block_n,
     )  # fmt: skip
 
 
@@ -148,7 +157,7 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def fits_fold(p: Fold, c: Config) -> bool:
-    return min(c.block_m, c.block_n) >= 16 and 1 <= c.tiles <= p.tiles
+    return min(c.block_m, c.block_n) >= 16 and c.slices > 0 and p.tile % c.slices == 0
 
 
 def fits_rows(p: Past, c: Config) -> bool:
@@ -160,11 +169,11 @@ PAST_SIZES, PAST_BATCH = (*SIZES, "count"), ("B", "x", "y", "first")
 BATCH = ("B", "q", "k", "v", "out", "grad", "gate", "least")
 outputs = jit.kernel(
     gpu_kernels._outputs, "power.outputs", default=gpu_configs.output_config, candidates=gpu_configs.output_candidates,
-    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(9, 10, 11), fits=fits, expected=gpu_expected.outputs, tolerance=1e-2,
+    launch=launch_outputs, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits, expected=gpu_expected.outputs, tolerance=1e-2,
 )  # fmt: skip
 fold = jit.kernel(
     gpu_states._fold, "power.fold", default=gpu_configs.fold_config, candidates=gpu_configs.fold_candidates,
-    launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(4,), fits=fits_fold, expected=gpu_expected.fold,
+    launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(3,), fits=fits_fold, expected=gpu_expected.fold,
     tolerance=1e-2,
 )  # fmt: skip
 past_sums = jit.kernel(
@@ -179,12 +188,12 @@ past_gradients = jit.kernel(
 )  # fmt: skip
 query_gradients = jit.kernel(
     gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
-    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(9, 10, 11),
+    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12),
     fits=fits, expected=gpu_expected.query_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
     gpu_gradients._key_gradients, "power.attention_keys", default=gpu_configs.key_config, candidates=gpu_configs.key_candidates,
-    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12), fits=fits, expected=gpu_expected.key_gradients,
+    launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(11, 12, 13), fits=fits, expected=gpu_expected.key_gradients,
     tolerance=2e-2,
 )  # fmt: skip
 step = jit.kernel(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._device.product import add_exactly, nearest
+from .._device.product import nearest
 from .._device.tiles import load_rows, multiple, places
 from .._sympow.gpu_kernels import add_pair
 from .gpu_states import SIZES, X, Y, packed
@@ -49,20 +49,19 @@ def times_state(
 
 @triton.jit
 def times_moments(
-    x, moments, row, in_rows, x_step, n, D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
-    COMMON: tl.constexpr, EXACT: tl.constexpr,
+    x, moments, row, in_rows, x_step, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    COMMON: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x @ Z [BM, BD], where Z is the symmetric matrix of the moments z, which is not rounded."""
-    BLOCK: tl.constexpr = 16
+    """x @ Z [BM, BD], where the symmetric matrix Z of the moments is the sum of PARTS, so that it is not rounded."""
+    BLOCK: tl.constexpr = 16 if PARTS == 1 else 64 if BD > 64 else BD
     a, b = tl.arange(0, BLOCK), tl.arange(0, BD)
     total = tl.zeros([BM, BD], ACC)
     for first in range(0, D, BLOCK):
-        left = tl.load(x + row[:, None] * x_step + (first + a)[None, :], mask=in_rows & (first + a < D)[None, :], other=0).to(
-            COMMON
-        )
-        inside = (first + a < D)[:, None] & (b < D)[None, :]
-        right = tl.load(moments + packed((first + a)[:, None], b[None, :], n, TILE), mask=inside, other=0)
-        total = add_exactly(total, left, right, COMMON, EXACT)
+        left = tl.load(x + row[:, None] * x_step + (first + a)[None, :], mask=in_rows & (first + a < D)[None, :], other=0)
+        for part in tl.static_range(PARTS):
+            at = moments + ((PARTS - 1 - part) * D + first + a)[:, None] * D + b[None, :]
+            right = tl.load(at, mask=(first + a < D)[:, None] & (b < D)[None, :], other=0)
+            total = tl.dot(left.to(COMMON), right, total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
@@ -92,7 +91,7 @@ def _past_sums(
     x,  # [B, h · groups, T, d], rows contiguous: queries; or keys, with gradients of states
     factors,  # [B, h, T], or None
     states,  # [B, chunks, h, D, e], of each chunk, without roots
-    moments,  # [B, chunks, h, D]
+    moments,  # [B, chunks, h, PARTS, d, d], or None
     sums,  # [B, h · groups, T, e], factor · φ(x)·state
     norms,  # [B, h · groups, T], factor · φ(x)·moments; or None
     h,
@@ -113,6 +112,7 @@ def _past_sums(
     COMMON: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     BM: tl.constexpr,
@@ -122,9 +122,9 @@ def _past_sums(
     chunk, batch, head, i, stop = rows_of(first_chunk, h * groups, T, C, BM, OFFSET)
     x += batch * multiple(x_batch, UNIT) + head * multiple(x_head, UNIT)
     x_step, inside, column = multiple(x_row, UNIT), (i < stop)[:, None], tl.arange(0, BE)
-    at = ((batch * chunks + chunk) * h + head // groups) * SPAN
+    at = (batch * chunks + chunk) * h + head // groups
     total = times_state(
-        x, states + at * E, i, column, inside, (column < E)[None, :], x_step, n, E, TILE, BM, BE, ACC, COMMON, PRECISION
+        x, states + at * SPAN * E, i, column, inside, (column < E)[None, :], x_step, n, E, TILE, BM, BE, ACC, COMMON, PRECISION
     )
     row = (batch * h * groups + head) * T + i
     factor = tl.full([BM], 1, ACC)
@@ -133,7 +133,7 @@ def _past_sums(
         total *= factor[:, None]
     tl.store(sums + row[:, None] * E + column[None, :], total, mask=inside & (column < E)[None, :])
     if norms is not None:
-        toward = times_moments(x, moments + at, i, inside, x_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
+        toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
         queries = load_rows(x, i, stop, x_step, D, BD, ACC)
         tl.store(norms + row, tl.sum(toward * queries, 1) * factor, mask=i < stop)
 
@@ -168,6 +168,7 @@ def _past_gradients(
     COMMON: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
@@ -180,9 +181,9 @@ def _past_gradients(
     y += batch * multiple(y_batch, Y_UNIT) + head * multiple(y_head, Y_UNIT)
     x_step, inside = multiple(x_row, X_UNIT), (i < stop)[:, None]
     rows = load_rows(y, i, stop, multiple(y_row, Y_UNIT), E, BE, COMMON)
-    at = ((batch * chunks + chunk) * h + head // groups) * SPAN
-    total = times_slices(rows, x, x_step, states + at * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
-    toward = times_moments(x, moments + at, i, inside, x_step, n, D, BD, TILE, BM, ACC, COMMON, EXACT)
+    at = (batch * chunks + chunk) * h + head // groups
+    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
+    toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
     row = (batch * h * groups + head) * T + i
     if rate is not None:
         total *= tl.load(rate + row, mask=i < stop, other=0)[:, None]

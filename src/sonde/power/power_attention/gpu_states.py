@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._device.powers import outer_columns
 from .._device.product import add_exactly, nearest
 from .._device.tiles import load_rows, multiple, places
 
@@ -26,6 +25,8 @@ def _prepare(
     log_gate,  # [B, h, T], any strides; or None
     high,  # [B, h, T], sums of the gates since the beginning of the chunk
     low,  # and their rounding errors
+    early,  # [B, h, T], e to the gates from there to the last of its BT rows
+    late,  # [B, h, T], e to the gates from after the first of its BT rows
     since,  # [B, h, T], e to the gates since the beginning of the chunk
     until,  # [B, h, T], e to the gates from there to its end
     whole,  # [B, h, chunks], e to all gates of the chunk
@@ -76,6 +77,8 @@ def _prepare(
             if since is not None:
                 tl.store(since + here + i, tl.exp(G.to(ACC)), mask=i < stop)
             total = tl.sum(tl.where(last, G, 0), 0)
+            tl.store(early + here + i, tl.exp((total - G).to(ACC)), mask=i < stop)
+            tl.store(late + here + i, tl.exp((G - tl.sum(tl.where(tl.arange(0, BT) == 0, G, 0), 0)).to(ACC)), mask=i < stop)
         left, added = tl.associative_scan((kept, length), 0, after)
         added += left * norm
         tl.store(lengths + here + i, added, mask=i < stop)
@@ -94,12 +97,20 @@ def _prepare(
                 G = tl.sum(tl.where(last, sums, 0), 0)
 
 
+@triton.jit
+def packed(a, b, n, TILE: tl.constexpr):
+    """The row of φ that x_a · x_b is in, for tiles of pairs."""
+    s, t = a // TILE, b // TILE
+    less, more = tl.minimum(s, t), tl.maximum(s, t)
+    within = tl.where(s <= t, a % TILE * TILE + b % TILE, b % TILE * TILE + a % TILE)
+    return (less * n - less * (less - 1) // 2 + more - less) * (TILE * TILE) + within
+
+
 @triton.jit(do_not_specialize=[*SIZES, "skipped", *X, *Y])
 def _fold(
     x,  # [B, h · groups, T, d], rows contiguous: keys, or queries
     y,  # [B, h · groups, T, e], rows contiguous: values, or gradients of results
     factors,  # [B, h · groups, T], or None
-    tiles,  # [tiles, 2]
     out,  # [B, h, chunks − skipped, D, e], Σ factor · φ(x) yᵀ over the rows of each chunk, without roots
     h,
     groups,
@@ -113,7 +124,7 @@ def _fold(
     y_batch,
     y_head,
     y_row,
-    COUNT: tl.constexpr,  # of tiles
+    D: tl.constexpr,
     E: tl.constexpr,
     TILE: tl.constexpr,
     ACC: tl.constexpr,
@@ -122,61 +133,56 @@ def _fold(
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
+    BA: tl.constexpr,
     BR: tl.constexpr,
     BN: tl.constexpr,
-    TILES: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
-    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each.
+    """Slices b of the symmetric matrix: Σ (x_b x) yᵀ. A program computes SLICES of them, which share rows of x and y.
 
-    Factors are multiplied into φ before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
+    Whole rows of x come from memory in the layout in which they are multiplied, and one number of each row scales them, so little
+    is moved within the program. That is faster than forming the tiles of φ, though almost half of what it computes is not needed.
+    Factors are multiplied in before anything is rounded, and rows of y go unchanged from memory to the matrix units.
     """
-    SPAN: tl.constexpr = TILE * TILE
+    n: tl.constexpr = D // TILE
     across = tl.cdiv(E, BN)
-    tile = tl.program_id(0) // across * TILES
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
+    rest = tl.program_id(0) // across
+    b = rest % (D // SLICES) * SLICES
+    a_first = rest // (D // SLICES) * BA
+    if a_first // TILE > b // TILE:
+        return  # φ has the tiles of pairs once
+    a = places(a_first, BA, OFFSET)
     made, row_of = tl.num_programs(1), tl.program_id(2).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = (tl.program_id(1) + skipped) * C
     stop = tl.minimum(start + C, T)
     x_step, y_step = multiple(x_row, X_UNIT), multiple(y_row, Y_UNIT)
-    u_at, v_at, totals = (), (), ()
-    for t in tl.static_range(TILES):
-        known = tl.minimum(tile + t, COUNT - 1)
-        u_at = u_at + (tl.load(tiles + known * 2) * TILE,)
-        v_at = v_at + (tl.load(tiles + known * 2 + 1) * TILE,)
-        totals = totals + (tl.zeros([SPAN, BN], ACC),)
+    totals = ()
+    for _ in tl.static_range(SLICES):
+        totals = totals + (tl.zeros([BA, BN], ACC),)
     for member in range(groups):
         row_head = head * groups + member
-        pieces = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT) + tl.arange(0, TILE)[:, None]
+        rows = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT)
         right = y + batch * multiple(y_batch, Y_UNIT) + row_head * multiple(y_head, Y_UNIT) + column[None, :]
         for first in range(start, stop, BR):
             row = places(first, BR, OFFSET)
             inside = row < stop
-            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
-            at, sums = pieces + row[None, :] * x_step, ()
-            for t in tl.static_range(TILES):
-                u = tl.load(at + u_at[t], mask=inside[None, :], other=0)
-                v = tl.load(at + v_at[t], mask=inside[None, :], other=0)
+            vectors = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
+            pieces = tl.load(rows + row[None, :] * x_step + a[:, None], mask=inside[None, :] & (a < D)[:, None], other=0).to(ACC)
+            sums = ()
+            for slice in tl.static_range(SLICES):
+                scale = tl.load(rows + row * x_step + b + slice, mask=inside, other=0).to(ACC)
                 if factors is not None:
-                    factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
-                    phi = outer_columns(u.to(ACC) * factor[None, :], v.to(ACC))
-                else:
-                    phi = outer_columns(u.to(COMMON), v.to(COMMON))
-                sums = sums + (tl.dot(nearest(phi, COMMON, PRECISION), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
+                    scale *= tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
+                left = nearest(pieces * scale[None, :], COMMON, PRECISION)
+                sums = sums + (tl.dot(left, vectors, totals[slice], input_precision=PRECISION, out_dtype=ACC),)
             totals = sums
-    out += (row_of * made + tl.program_id(1)) * COUNT * SPAN * E
-    for t in tl.static_range(TILES):
-        r = (tile + t) * SPAN + tl.arange(0, SPAN)
-        tl.store(out + r[:, None] * E + column[None, :], totals[t], mask=(r < COUNT * SPAN)[:, None] & (column < E)[None, :])
-
-
-@triton.jit
-def packed(a, b, n, TILE: tl.constexpr):
-    """The row of φ that x_a · x_b is in, for tiles of pairs."""
-    s, t = a // TILE, b // TILE
-    less, more = tl.minimum(s, t), tl.maximum(s, t)
-    within = tl.where(s <= t, a % TILE * TILE + b % TILE, b % TILE * TILE + a % TILE)
-    return (less * n - less * (less - 1) // 2 + more - less) * (TILE * TILE) + within
+    out += (row_of * made + tl.program_id(1)) * (n * (n + 1) // 2 * TILE * TILE) * E
+    for slice in tl.static_range(SLICES):
+        inside = (a < D) & (a // TILE <= b // TILE)
+        at = packed(a, b + slice, n, TILE)[:, None] * E + column[None, :]
+        tl.store(out + at, totals[slice], mask=inside[:, None] & (column < E)[None, :])
 
 
 @triton.jit(do_not_specialize=[*SIZES, "skipped", *X])
@@ -321,3 +327,26 @@ def _scan(
     if norms is not None:  # noqa: SIM102 (decided at compile time)
         if tl.program_id(0) == 0:
             scan_norms(row_of, norms, begin_norms, whole, kept_norms, end_norms, chunks, ACC)
+
+
+@triton.jit
+def _spread(
+    moments,  # [matrices, D]
+    out,  # [matrices, PARTS, d, d]
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    TILE: tl.constexpr,
+    COMMON: tl.constexpr,
+    PARTS: tl.constexpr,
+    BA: tl.constexpr,
+):
+    """Moments as symmetric matrices to multiply rows by; PARTS of a lower precision, whose sum they are."""
+    n: tl.constexpr = D // TILE
+    at = tl.program_id(0).to(tl.int64)
+    a, b = tl.program_id(1) * BA + tl.arange(0, BA)[:, None], tl.arange(0, BD)[None, :]
+    inside = (a < D) & (b < D)
+    rest = tl.load(moments + at * (n * (n + 1) // 2 * TILE * TILE) + packed(a, b, n, TILE), mask=inside, other=0)
+    for part in tl.static_range(PARTS):
+        rounded = rest.to(COMMON)
+        tl.store(out + (at * PARTS + part) * D * D + a * D + b, rounded, mask=inside)
+        rest -= rounded.to(rest.dtype)
