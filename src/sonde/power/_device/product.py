@@ -57,6 +57,16 @@ def add_described_products(
 
 
 @triton.jit
+def landed(total, step):
+    """`total`, in a loop that does nothing with its sums but add to them; `step` is not negative.
+
+    A matrix unit of Hopper reads a left factor in registers while the program goes on. Such a loop, where the factor is computed
+    anew each time, overwrites it too early (seen with Triton 3.6: wrong sums, not in every run). Whoever reads the sums waits.
+    """
+    return tl.where(step >= 0, total, 0)
+
+
+@triton.jit
 def nearest(x, COMMON: tl.constexpr, PRECISION: tl.constexpr):
     """A fragment of sums as it is multiplied: rounded to COMMON, or to tf32, to which matrix units would truncate it."""
     if PRECISION == "tf32":

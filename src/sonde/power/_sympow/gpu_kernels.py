@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.powers import choose, exact, outer_columns, outer_rows, power_columns
+from .._device.product import landed
 from .._device.tiles import multiple, places, step
 
 STRIDES = ["x_batch", "x_row", "x_column", "y_batch", "y_row", "y_column", "z_batch", "z_row", "z_column"]
@@ -213,7 +214,7 @@ def _sums(
                 COMMON
             )
         right = tl.load(y_rows + row[:, None] * y_step, mask=(row < R)[:, None] & in_columns, other=0).to(COMMON)
-        total = tl.dot(phi, right, total, input_precision=PRECISION, out_dtype=ACC)
+        total = landed(tl.dot(phi, right, total, input_precision=PRECISION, out_dtype=ACC), first)
     total = total * factor
     inside = (k < D)[:, None] & in_columns
     k = k.to(OFFSET)[:, None]

@@ -30,6 +30,7 @@ BENCH = {
     "d64_16k": dict(B=2, T=16384, d=64, heads=16),
     "d64_64k": dict(B=1, T=65536, d=64, heads=16),
     "d128_16k": dict(B=2, T=16384, d=128, heads=16),
+    "decoding": dict(B=8, T=1, d=64, heads=16, begun=True, returned=True),
 }
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, returned=True), dtype="float32", everywhere=True),

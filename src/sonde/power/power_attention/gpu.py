@@ -67,10 +67,8 @@ def problem_of(
 def prepared(p: Pass, problem: Problem, k: str) -> dict[str, str | None]:
     """Record the kernel that adds gates and norms up within chunks; returns its slots."""
     n, wide = problem, p.accumulator
-    rows, made = (
-        (n.B, n.h, n.T),
-        dict[str, str | None](high=None, low=None, early=None, late=None, since=None, until=None, whole=None),
-    )
+    rows = n.B, n.h, n.T
+    made = dict[str, str | None](high=None, low=None, early=None, late=None, since=None, until=None, whole=None)
     if n.gated:
         made.update({x: p.buffer(x, rows, wide) for x in ("high", "low", "early", "late")})
     crossed = n.crossed or n.returned
@@ -177,7 +175,7 @@ def _folded(
     made = p.buffer(f"states of {name}", (n.B, n.h, count, n.D, n.e), wide)
     moments = p.buffer(f"moments of {name}", (n.B, n.h, count, n.D), wide)
     fold = gpu_launches.fold_of(n, x_strides, y_strides, members, skipped, count)
-    p.launch(gpu_launches.fold, fold, [x, y, factors, made])
+    p.launch(gpu_launches.fold, fold, [x, y, factors, basis(p, n.d // n.tile, 2)[0], made])
     p.start(gpu_launches.moments, [x, shares, moments], gpu_launches.launch_moments(fold))
     return [made, moments]
 
@@ -255,11 +253,8 @@ def _past_keys(
     rows, count, until = (n.B, n.h, n.T), n.chunks - (0 if n.returned else 1), about["until"]
     made = [p.buffer(f"gradients of {x}", (*rows, width), n.wide) for x, width in (("keys", n.d), ("values", n.e))]
     problem = gpu_launches.past_of(n, n.k, n.v, 1, 0, count)
-    p.launch(
-        gpu_launches.past_gradients,
-        problem,
-        [slots["k"], slots["v"], until, until, after[0], _spread(p, problem, after[1]), made[0]],
-    )
+    takes = [slots["k"], slots["v"], until, until, after[0], _spread(p, problem, after[1]), made[0]]
+    p.launch(gpu_launches.past_gradients, problem, takes)
     problem = gpu_launches.past_of(n, n.k, None, 1, 0, count)
     p.launch(gpu_launches.past_sums, problem, [slots["k"], until, after[0], None, made[1], None])
     return list(made)

@@ -92,6 +92,11 @@ class Fold(NamedTuple):
     def half(self) -> bool:
         return self.common.itemsize == 2
 
+    @property
+    def tiles(self) -> int:
+        """Of φ."""
+        return self.D // self.tile**2
+
 
 class Past(NamedTuple):
     """Rows that go through states: queries, or keys on the way back."""
@@ -134,8 +139,8 @@ class Past(NamedTuple):
 
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
-    block_n: int  # rows that it reads at a time
-    slices: int  # of the state that a program of a fold computes
+    block_n: int  # rows that it reads at a time; of a fold, columns of the state
+    parts: int  # of the state at a time: tiles of φ that a program of a fold computes, or slices of M that gradients go through
     num_warps: int
     num_stages: int
 
@@ -149,7 +154,7 @@ def output_config(p: Problem) -> Config:
         return Config(32, 32, 0, 4, 1)
     if p.narrow:
         return Config(64, 32, 0, 4, 1)
-    return Config(128, 64, 0, 8, 2) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
+    return Config(128, 32, 0, 4, 3) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
 
 
 def output_candidates(p: Problem) -> list[Config]:
@@ -162,29 +167,42 @@ def output_candidates(p: Problem) -> list[Config]:
 
 def fold_config(p: Fold) -> Config:
     if p.half:
-        return Config(64, 64, 2, 4, 3)
-    return Config(32 if p.wide == torch.float32 else 16, 16, 1, 4, 2)
+        return Config(128, 64, min(2, p.tiles), 4, 2)
+    return Config(16, 32, 1, 4, 2)
 
 
 def fold_candidates(p: Fold) -> list[Config]:
-    shapes = [(64, 64, 2, 4, 3), (64, 64, 4, 4, 3), (64, 128, 2, 4, 2), (64, 32, 4, 4, 4), (64, 32, 2, 4, 4), (64, 64, 1, 4, 3),
-              (64, 128, 4, 4, 2), (64, 64, 4, 4, 2)]  # fmt: skip
+    shapes = [(128, 64, 4, 4, 2), (128, 64, 2, 4, 2), (64, 64, 3, 4, 3), (128, 64, 2, 4, 3), (64, 64, 4, 4, 3), (64, 64, 2, 4, 3),
+              (128, 64, 4, 8, 2)]  # fmt: skip
     if not p.half:
-        shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (32, 16, 2, 4, 2)]
-    return [fold_config(p), *(Config(*s) for s in shapes if p.tile % s[2] == 0)]
+        shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
+    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= p.tiles)]
 
 
-def past_config(p: Past) -> Config:
+def past_sums_config(p: Past) -> Config:
     if not p.half:
         return Config(32 if p.widest <= 64 else 16, 0, 0, 4, 1)
     return Config(128, 0, 0, 4, 3) if p.widest <= 64 else Config(128, 0, 0, 8, 3)
 
 
-def past_candidates(p: Past) -> list[Config]:
+def past_sums_candidates(p: Past) -> list[Config]:
     shapes = [(128, 4, 3), (128, 4, 4), (128, 8, 3), (64, 4, 3), (256, 8, 3), (64, 4, 4), (128, 4, 2)]
     if not p.half:
         shapes = [(16, 4, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)]
-    return [past_config(p), *(Config(m, 0, 0, w, s) for m, w, s in shapes)]
+    return [past_sums_config(p), *(Config(m, 0, 0, w, s) for m, w, s in shapes)]
+
+
+def past_gradients_config(p: Past) -> Config:
+    if not p.half:
+        return Config(32 if p.widest <= 64 else 16, 0, 1, 4, 1)
+    return Config(128, 0, 4, 4, 3) if p.widest <= 64 else Config(128, 0, 1, 4, 2)
+
+
+def past_gradients_candidates(p: Past) -> list[Config]:
+    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (256, 2, 8, 3), (128, 1, 4, 2), (64, 4, 4, 3), (256, 4, 8, 3), (128, 4, 4, 2)]
+    if not p.half:
+        shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 2, 8, 1), (64, 1, 8, 1)]
+    return [past_gradients_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]
 
 
 def moment_config(p: Fold) -> Config:
@@ -202,11 +220,11 @@ def key_config(p: Problem) -> Config:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(32, 32, 0, 4, 1)
-    return Config(128, 32, 0, 8, 3) if p.widest <= 64 else Config(64, 16, 0, 8, 1)
+    return Config(64, 32, 0, 4, 2) if p.widest <= 64 else Config(64, 16, 0, 8, 1)
 
 
 def key_candidates(p: Problem) -> list[Config]:
-    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 32, 8, 1)]
+    shapes = [(64, 32, 4, 2), (64, 16, 4, 3), (128, 16, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 1)]
     if not p.half:
         shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 32, 4, 1)]
     return [key_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]

@@ -57,7 +57,8 @@ def _phi(p: Problem | Fold | Past, x: Tensor, scaled: bool = True) -> Tensor:
 
 def outputs(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, early: Tensor | None,
-    lengths: Tensor, past: Tensor | None, past_norms: Tensor | None, norms: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor | None,
+    lengths: Tensor, past: Tensor | None, past_norms: Tensor | None, norms: Tensor | None, out: Tensor, rates: Tensor,
+    lost: Tensor | None,
 ) -> dict[int, Tensor]:  # fmt: skip
     found = torch.empty_like(out)
     for part in _parts(p, q, k, v, high, low):
@@ -117,10 +118,15 @@ def _passes(p: Past) -> Iterator[tuple[int, int, slice]]:
             yield b, chunk, slice(chunk * p.C, min(p.T, (chunk + 1) * p.C))
 
 
+def _unwritten(outputs: dict[int, Tensor | None]) -> dict[int, Tensor]:
+    """Outputs as a search finds them where nothing is written: chunks without a state."""
+    return {i: torch.full_like(t, torch.nan) for i, t in outputs.items() if t is not None}
+
+
 def past_sums(
     p: Past, x: Tensor, factors: Tensor | None, states: Tensor, moments: Tensor | None, sums: Tensor, norms: Tensor | None
 ) -> dict[int, Tensor]:
-    rows, found = _rows(x, p.h * p.groups, p, p.d, p.x), {i: t.clone() for i, t in ((4, sums), (5, norms)) if t is not None}
+    rows, found = _rows(x, p.h * p.groups, p, p.d, p.x), _unwritten({4: sums, 5: norms})
     for b, chunk, here in _passes(p):
         phi = _phi(p, rows[b, :, here])
         if factors is not None:
@@ -141,7 +147,7 @@ def past_gradients(
     p: Past, x: Tensor, y: Tensor, rate: Tensor | None, shift: Tensor | None, states: Tensor, moments: Tensor, d_x: Tensor
 ) -> dict[int, Tensor]:
     rows, vectors = _rows(x, p.h * p.groups, p, p.d, p.x), _rows(y, p.h * p.groups, p, p.e, p.y)
-    found, basis = d_x.clone(), Basis(p.d, 2, p.tile, True, x.device)
+    found, basis = _unwritten({6: d_x})[6], Basis(p.d, 2, p.tile, True, x.device)
     for b, chunk, here in _passes(p):
         incoming, shifts = vectors[b, :, here], torch.ones_like(vectors[b, :, here, :1])
         if rate is not None and shift is not None:
@@ -153,7 +159,7 @@ def past_gradients(
     return {6: found}
 
 
-def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, out: Tensor) -> dict[int, Tensor]:
+def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, out: Tensor) -> dict[int, Tensor]:
     found, heads = torch.empty_like(out), p.h * p.members
     rows, right = _rows(x, heads, p, p.d, p.x), _rows(y, heads, p, p.e, p.y)
     if factors is not None:
@@ -163,7 +169,7 @@ def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, out: Tensor) -> 
             here = slice((chunk + p.skipped) * p.C, min(p.T, (chunk + p.skipped + 1) * p.C))
             made = _phi(p, rows[b, :, here], False).mT @ right[b, :, here]
             found[b, :, chunk] = made.unflatten(0, (p.h, p.members)).sum(1).to(out.dtype)
-    return {3: found}
+    return {4: found}
 
 
 def step(

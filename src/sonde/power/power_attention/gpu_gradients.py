@@ -196,7 +196,8 @@ def _query_gradients(
             total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)  # by Euler's theorem
     total, excess = add_from_keys(
         total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, early, start, whole,
-        tl.minimum(first + BM, stop), i, stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
+        tl.minimum(first + BM, stop), i, stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION,
+        OFFSET,
     )  # fmt: skip
     if d_q is not None:
         column = tl.arange(0, BD)[None, :]
@@ -238,10 +239,15 @@ def add_from_queries(
         if MASKED:
             slopes = tl.where(i[None, :] >= j[:, None], slopes, 0)
         weights = slopes * products * (rate_i * (1.0 / POWER))[None, :]
-        to_values = tl.dot(nearest(weights, COMMON, PRECISION), incoming, to_values, input_precision=PRECISION, out_dtype=ACC)
         d_products = slopes * (toward * rate_i[None, :] + shift_i[None, :])
         if MASKED:  # 0 · ∞ is no weight
-            d_products = tl.where(slopes == 0, 0, d_products)
+            unseen = slopes == 0
+            weights, d_products, products = (
+                tl.where(unseen, 0, weights),
+                tl.where(unseen, 0, d_products),
+                tl.where(unseen, 0, products),
+            )
+        to_values = tl.dot(nearest(weights, COMMON, PRECISION), incoming, to_values, input_precision=PRECISION, out_dtype=ACC)
         kept += tl.sum(d_products * products, 1)
         to_keys = tl.dot(nearest(d_products, COMMON, PRECISION), queries, to_keys, input_precision=PRECISION, out_dtype=ACC)
     return to_keys, to_values, kept
@@ -359,6 +365,19 @@ def _key_gradients(
         tl.store(passed + row_of * T + j, kept * (1.0 / POWER), mask=j < stop)
 
 
+@triton.jit
+def flow_before(flows, chunk, chunks, flow_columns, BT: tl.constexpr):
+    """The sum over keys before a chunk and queries from it on."""
+    total = tl.zeros([], tl.float64)
+    for first in range(0, flow_columns, BT):
+        column = first + tl.arange(0, BT)
+        flow = tl.load(flows + chunk * flow_columns + column, mask=column < flow_columns, other=0).to(tl.float64)
+        if chunk > 0:
+            flow += tl.load(flows + chunks * flow_columns + column, mask=column < flow_columns, other=0).to(tl.float64)
+        total += tl.sum(flow, 0)
+    return total
+
+
 @triton.jit(do_not_specialize=[*SIZES, "g_batch", "g_head", "g_row", "flow_columns"])
 def _gate_gradient(
     passed,  # [B, h, T], Σ_i w_ij ∂w_ij of each key
@@ -374,10 +393,15 @@ def _gate_gradient(
     g_head,
     g_row,
     flow_columns,
+    RETURNED: tl.constexpr,
     BT: tl.constexpr,
 ):
     """A gate scales the weights between all keys before it and all queries from it on. From token to token, Σ w ∂w of these gains
-    the token's key, and loses its queries, whose sum is 0."""
+    the token's key, and loses its queries, whose sum is 0.
+
+    A gradient that is not finite reaches the gates between its key and its query only. A sum from the beginning of a chunk would
+    take it along to its end, so then a sum from the end takes its place.
+    """
     chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = chunk * C
@@ -385,12 +409,7 @@ def _gate_gradient(
     total, t = tl.zeros([], tl.float64), tl.arange(0, BT)
     if flows is not None:
         flows += row_of * (chunks + 1) * flow_columns
-        for first in range(0, flow_columns, BT):
-            column = first + t
-            flow = tl.load(flows + chunk * flow_columns + column, mask=column < flow_columns, other=0).to(tl.float64)
-            if chunk > 0:
-                flow += tl.load(flows + chunks * flow_columns + column, mask=column < flow_columns, other=0).to(tl.float64)
-            total += tl.sum(flow, 0)
+        total += flow_before(flows, chunk, chunks, flow_columns, BT)
     for first in range(start, stop, BT):
         i = first + t
         inside = i < stop
@@ -400,3 +419,17 @@ def _gate_gradient(
         gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
         found = tl.where(gate < LEAST_GATE, 0, found)
         tl.store(d_log_gate + (batch * T + i) * h + head, found.to(d_log_gate.dtype.element_ty), mask=inside)
+    if not RETURNED and total - total != 0:
+        total = tl.zeros([], tl.float64)
+        if flows is not None:  # noqa: SIM102 (decided at compile time)
+            if chunk < chunks - 1:
+                total += flow_before(flows, chunk + 1, chunks, flow_columns, BT)
+        for first in range(0, stop - start, BT):
+            i = stop - 1 - first - t
+            inside = i >= start
+            gain = tl.load(passed + row_of * T + i, mask=inside, other=0).to(tl.float64)
+            found = total - tl.cumsum(gain, 0)
+            total -= tl.sum(gain, 0)
+            gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
+            found = tl.where(gate < LEAST_GATE, 0, found)
+            tl.store(d_log_gate + (batch * T + i) * h + head, found.to(d_log_gate.dtype.element_ty), mask=inside)

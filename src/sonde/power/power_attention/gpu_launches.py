@@ -12,7 +12,6 @@ from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernel
 from .gpu_configs import Config, Fold, Past, Problem, Strides
 
 prepare, moments, scan, spread = gpu_states._prepare, gpu_states._moments, gpu_states._scan, gpu_states._spread
-COLUMNS = 64  # of a state that a program folds
 ALL_REGISTERS = 255  # without this limit the assembler targets fewer and spills a few of them
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
 
@@ -40,10 +39,10 @@ def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chun
 
 
 def launch_fold(p: Fold, c: Config) -> Launch:
-    grid = (cdiv(p.d, c.block_m) * p.d // c.slices * cdiv(p.e, COLUMNS), p.chunks, p.B * p.h)
+    grid = (cdiv(p.tiles, c.parts) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
     constants = (
-        p.d, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, c.block_m, c.block_n, COLUMNS,
-        c.slices,
+        p.tiles, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, c.block_m, c.block_n,
+        c.parts,
     )  # fmt: skip
     sizes = p.h, p.members, p.T, p.C, p.chunks, p.skipped
     return Launch(grid, (*sizes, *p.x, *p.y), constants, c.num_warps, c.num_stages)
@@ -109,7 +108,7 @@ def launch_past_sums(p: Past, c: Config) -> Launch:
 
 def launch_past_gradients(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x, *p.y
-    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, c.block_m), c.num_warps, c.num_stages)
+    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, c.block_m, c.parts), c.num_warps, c.num_stages)
 
 
 def _constants(p: Problem, last: bool, c: Config) -> tuple:
@@ -140,7 +139,8 @@ def launch_key_gradients(p: Problem, c: Config) -> Launch:
 
 
 def launch_gate_gradient(p: Problem) -> Launch:
-    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.gate, flow_columns(p)), (min(1024, power_of_2(max(16, p.C))),), 4)
+    constants = p.returned, min(1024, power_of_2(max(16, p.C)))
+    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.gate, flow_columns(p)), constants, 4)
 
 
 def launch_step(p: Problem, c: Config) -> Launch:
@@ -157,11 +157,15 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def fits_fold(p: Fold, c: Config) -> bool:
-    return min(c.block_m, c.block_n) >= 16 and c.slices > 0 and p.tile % c.slices == 0
+    return min(c.block_m, c.block_n) >= 16 and 1 <= c.parts <= p.tiles
 
 
-def fits_rows(p: Past, c: Config) -> bool:
-    return c.block_m >= 16
+def fits_past_sums(p: Past, c: Config) -> bool:
+    return c.block_m >= 16 and c.parts == 0
+
+
+def fits_past_gradients(p: Past, c: Config) -> bool:
+    return c.block_m >= 16 and c.parts > 0
 
 
 SIZES = ("T", "chunks")
@@ -173,18 +177,18 @@ outputs = jit.kernel(
 )  # fmt: skip
 fold = jit.kernel(
     gpu_states._fold, "power.fold", default=gpu_configs.fold_config, candidates=gpu_configs.fold_candidates,
-    launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(3,), fits=fits_fold, expected=gpu_expected.fold,
+    launch=launch_fold, sizes=SIZES, batch=("B", "x", "y", "skipped"), writes=(4,), fits=fits_fold, expected=gpu_expected.fold,
     tolerance=1e-2,
 )  # fmt: skip
 past_sums = jit.kernel(
-    gpu_past._past_sums, "power.past_sums", default=gpu_configs.past_config, candidates=gpu_configs.past_candidates,
-    launch=launch_past_sums, sizes=PAST_SIZES, batch=PAST_BATCH, writes=(4, 5), fits=fits_rows, expected=gpu_expected.past_sums,
-    tolerance=1e-2,
+    gpu_past._past_sums, "power.past_sums", default=gpu_configs.past_sums_config, candidates=gpu_configs.past_sums_candidates,
+    launch=launch_past_sums, sizes=PAST_SIZES, batch=PAST_BATCH, writes=(4, 5), fits=fits_past_sums,
+    expected=gpu_expected.past_sums, tolerance=1e-2,
 )  # fmt: skip
 past_gradients = jit.kernel(
-    gpu_past._past_gradients, "power.past_gradients", default=gpu_configs.past_config, candidates=gpu_configs.past_candidates,
-    launch=launch_past_gradients, sizes=PAST_SIZES, batch=PAST_BATCH, writes=(6,), fits=fits_rows,
-    expected=gpu_expected.past_gradients, tolerance=1e-2,
+    gpu_past._past_gradients, "power.past_gradients", default=gpu_configs.past_gradients_config,
+    candidates=gpu_configs.past_gradients_candidates, launch=launch_past_gradients, sizes=PAST_SIZES, batch=PAST_BATCH,
+    writes=(6,), fits=fits_past_gradients, expected=gpu_expected.past_gradients, tolerance=1e-2,
 )  # fmt: skip
 query_gradients = jit.kernel(
     gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,

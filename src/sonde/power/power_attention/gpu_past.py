@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._device.product import nearest
+from .._device.powers import outer_rows
+from .._device.product import landed, nearest
 from .._device.tiles import load_rows, multiple, places
 from .._sympow.gpu_kernels import add_pair
 from .gpu_states import SIZES, X, Y, packed
@@ -68,21 +69,21 @@ def times_moments(
 @triton.jit
 def times_slices(
     rows, x, x_row, state, i, stop, n, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half the gradient of φ(x)·M·rows by x."""
-    a, column = tl.arange(0, BD), tl.arange(0, BE)
+    """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half the gradient of φ(x)·M·rows by x. SLICES of M are multiplied at a time."""
+    a, each, k = tl.arange(0, BD), tl.arange(0, SLICES), tl.arange(0, SLICES * BE)
+    slice, column = k // BE, k % BE
     total = tl.zeros([rows.shape[0], BD], ACC)
-    for b in range(D):
-        factor = tl.load(x + i * x_row + b, mask=i < stop, other=0).to(COMMON)
-        at = state + packed(a, b, n, TILE)[:, None] * E + column[None, :]
-        if BD == D and BE == E:
+    for b in range(0, D, SLICES):
+        numbers = tl.load(x + i[:, None] * x_row + (b + each)[None, :], mask=(i < stop)[:, None] & (b + each < D)[None, :], other=0)
+        at = state + packed(a[None, :], (b + slice)[:, None], n, TILE) * E + column[:, None]
+        if BD == D and BE == E:  # then SLICES divides D
             matrix = tl.load(at)
         else:
-            matrix = tl.load(at, mask=(a < D)[:, None] & (column < E)[None, :], other=0)
-        total = tl.dot(
-            nearest(rows * factor[:, None], COMMON, PRECISION), matrix.to(COMMON).T, total, input_precision=PRECISION, out_dtype=ACC
-        )
+            matrix = tl.load(at, mask=(a < D)[None, :] & ((column < E) & (b + slice < D))[:, None], other=0)
+        scaled = nearest(outer_rows(numbers.to(COMMON), rows), COMMON, PRECISION)
+        total = landed(tl.dot(scaled, matrix.to(COMMON), total, input_precision=PRECISION, out_dtype=ACC), b)
     return total
 
 
@@ -173,6 +174,7 @@ def _past_gradients(
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
     BM: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     n: tl.constexpr = D // TILE
     SPAN: tl.constexpr = n * (n + 1) // 2 * TILE * TILE
@@ -182,7 +184,7 @@ def _past_gradients(
     x_step, inside = multiple(x_row, X_UNIT), (i < stop)[:, None]
     rows = load_rows(y, i, stop, multiple(y_row, Y_UNIT), E, BE, COMMON)
     at = (batch * chunks + chunk) * h + head // groups
-    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION)
+    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION, SLICES)
     toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
     row = (batch * h * groups + head) * T + i
     if rate is not None:

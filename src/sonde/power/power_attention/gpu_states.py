@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._device.product import add_exactly, nearest
+from .._device.powers import outer_columns
+from .._device.product import add_exactly, landed, nearest
 from .._device.tiles import load_rows, multiple, places
 
 SIZES = ["h", "groups", "T", "C", "chunks"]
@@ -111,6 +112,7 @@ def _fold(
     x,  # [B, h · groups, T, d], rows contiguous: keys, or queries
     y,  # [B, h · groups, T, e], rows contiguous: values, or gradients of results
     factors,  # [B, h · groups, T], or None
+    tiles,  # [tiles, 2]
     out,  # [B, h, chunks − skipped, D, e], Σ factor · φ(x) yᵀ over the rows of each chunk, without roots
     h,
     groups,
@@ -124,7 +126,7 @@ def _fold(
     y_batch,
     y_head,
     y_row,
-    D: tl.constexpr,
+    COUNT: tl.constexpr,  # of tiles
     E: tl.constexpr,
     TILE: tl.constexpr,
     ACC: tl.constexpr,
@@ -133,56 +135,54 @@ def _fold(
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
-    BA: tl.constexpr,
     BR: tl.constexpr,
     BN: tl.constexpr,
-    SLICES: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Slices b of the symmetric matrix: Σ (x_b x) yᵀ. A program computes SLICES of them, which share rows of x and y.
+    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each.
 
-    Whole rows of x come from memory in the layout in which they are multiplied, and one number of each row scales them, so little
-    is moved within the program. That is faster than forming the tiles of φ, though almost half of what it computes is not needed.
-    Factors are multiplied in before anything is rounded, and rows of y go unchanged from memory to the matrix units.
+    Factors are multiplied into φ before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
     """
-    n: tl.constexpr = D // TILE
+    SPAN: tl.constexpr = TILE * TILE
     across = tl.cdiv(E, BN)
+    tile = tl.program_id(0) // across * TILES
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
-    rest = tl.program_id(0) // across
-    b = rest % (D // SLICES) * SLICES
-    a_first = rest // (D // SLICES) * BA
-    if a_first // TILE > b // TILE:
-        return  # φ has the tiles of pairs once
-    a = places(a_first, BA, OFFSET)
     made, row_of = tl.num_programs(1), tl.program_id(2).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = (tl.program_id(1) + skipped) * C
     stop = tl.minimum(start + C, T)
     x_step, y_step = multiple(x_row, X_UNIT), multiple(y_row, Y_UNIT)
-    totals = ()
-    for _ in tl.static_range(SLICES):
-        totals = totals + (tl.zeros([BA, BN], ACC),)
+    u_at, v_at, totals = (), (), ()
+    for t in tl.static_range(TILES):
+        known = tl.minimum(tile + t, COUNT - 1)
+        u_at = u_at + (tl.load(tiles + known * 2) * TILE,)
+        v_at = v_at + (tl.load(tiles + known * 2 + 1) * TILE,)
+        totals = totals + (tl.zeros([SPAN, BN], ACC),)
     for member in range(groups):
         row_head = head * groups + member
-        rows = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT)
+        pieces = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT) + tl.arange(0, TILE)[:, None]
         right = y + batch * multiple(y_batch, Y_UNIT) + row_head * multiple(y_head, Y_UNIT) + column[None, :]
         for first in range(start, stop, BR):
             row = places(first, BR, OFFSET)
             inside = row < stop
-            vectors = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
-            pieces = tl.load(rows + row[None, :] * x_step + a[:, None], mask=inside[None, :] & (a < D)[:, None], other=0).to(ACC)
-            sums = ()
-            for slice in tl.static_range(SLICES):
-                scale = tl.load(rows + row * x_step + b + slice, mask=inside, other=0).to(ACC)
+            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
+            at, sums = pieces + row[None, :] * x_step, ()
+            for t in tl.static_range(TILES):
+                u = tl.load(at + u_at[t], mask=inside[None, :], other=0)
+                v = tl.load(at + v_at[t], mask=inside[None, :], other=0)
                 if factors is not None:
-                    scale *= tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
-                left = nearest(pieces * scale[None, :], COMMON, PRECISION)
-                sums = sums + (tl.dot(left, vectors, totals[slice], input_precision=PRECISION, out_dtype=ACC),)
-            totals = sums
-    out += (row_of * made + tl.program_id(1)) * (n * (n + 1) // 2 * TILE * TILE) * E
-    for slice in tl.static_range(SLICES):
-        inside = (a < D) & (a // TILE <= b // TILE)
-        at = packed(a, b + slice, n, TILE)[:, None] * E + column[None, :]
-        tl.store(out + at, totals[slice], mask=inside[:, None] & (column < E)[None, :])
+                    factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
+                    phi = outer_columns(u.to(ACC) * factor[None, :], v.to(ACC))
+                else:
+                    phi = outer_columns(u.to(COMMON), v.to(COMMON))
+                sums = sums + (tl.dot(nearest(phi, COMMON, PRECISION), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
+            totals = ()
+            for t in tl.static_range(TILES):
+                totals = totals + (landed(sums[t], first),)
+    out += (row_of * made + tl.program_id(1)) * COUNT * SPAN * E
+    for t in tl.static_range(TILES):
+        r = (tile + t) * SPAN + tl.arange(0, SPAN)
+        tl.store(out + r[:, None] * E + column[None, :], totals[t], mask=(r < COUNT * SPAN)[:, None] & (column < E)[None, :])
 
 
 @triton.jit(do_not_specialize=[*SIZES, "skipped", *X])
@@ -226,7 +226,7 @@ def _moments(
             left = tl.load(rows + row[None, :] * multiple(x_row, X_UNIT) + a, mask=(row < stop)[None, :] & (a < D), other=0)
             if factors is not None:
                 factor = tl.load(factors + (row_of * groups + member) * T + row, mask=row < stop, other=0)
-                total = add_exactly(total, left.to(ACC) * factor[None, :], right, COMMON, PRECISION)
+                total = landed(add_exactly(total, left.to(ACC) * factor[None, :], right, COMMON, PRECISION), first)
             else:
                 total = tl.dot(left.to(COMMON), right, total, input_precision=PRECISION, out_dtype=ACC)
     out += (row_of * made + tl.program_id(0)) * (n * (n + 1) // 2 * TILE * TILE)
