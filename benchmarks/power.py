@@ -153,11 +153,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def measure(name: str, out: Path, turn: Path) -> None:
+def measure(name: str, out: Path, turn: Path, chosen: Sequence[str]) -> None:
     """One operator in a process of its own: everything is compiled first, then timed while no other process is timing."""
     operator, lines, records = OPERATORS[name], [], []
     progress = out / f"{name}.progress"
-    cases = {c: operator.make(**operator.cases.BENCH[c], dtype=HALF, device="cuda") for c in CASES[name] or operator.cases.BENCH}
+    names = [c for c in CASES[name] or operator.cases.BENCH if not chosen or c in chosen]
+    cases = {c: operator.make(**operator.cases.BENCH[c], dtype=HALF, device="cuda") for c in names}
     phases = ("forward",) if name == "copy" else ("forward", "backward")
     with ThreadPoolExecutor(8) as pool:
         todo = []
@@ -217,19 +218,23 @@ def main() -> int:
     parser.add_argument("operators", nargs="+", choices=CASES)
     parser.add_argument("--out", required=True)
     parser.add_argument("--seconds", type=float, default=170)
+    parser.add_argument("--cases", nargs="*", default=[], help="all of them, unless given")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     turn = out / "turn"
     if options.inside:
-        measure(options.operators[0], out, turn)
+        measure(options.operators[0], out, turn, options.cases)
         return 0
     deadline = time.monotonic() + options.seconds
     logs = {name: (out / f"{name}.log").open("w") for name in options.operators}
     running = {
         name: subprocess.Popen(
-            [sys.executable, __file__, name, "--out", str(out), "--inside"], stdout=log, stderr=subprocess.STDOUT, text=True
+            [sys.executable, __file__, name, "--out", str(out), "--inside", "--cases", *options.cases],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for name, log in logs.items()
     }

@@ -57,7 +57,7 @@ class Problem(NamedTuple):
     @property
     def paired(self) -> bool:
         """Whether states are read by matrix units, as outer products of pieces of rows; otherwise other kernels multiply them."""
-        return self.power == 2 and self.tile in (4, 8) and self.widest <= 128
+        return self.power == 2 and self.tile in (4, 8) and self.widest <= (128 if self.wide == torch.float32 else 64)
 
     @property
     def narrow(self) -> bool:
@@ -108,7 +108,7 @@ class Past(NamedTuple):
     C: int
     chunks: int
     first: int  # chunk that has a state
-    count: int  # of chunks that have one
+    states: int  # chunks that have one
     d: int
     e: int
     tile: int
@@ -148,10 +148,10 @@ class Config(NamedTuple):
 def output_config(p: Problem) -> Config:
     if not p.half:
         if p.widest > 64:
-            return Config(16, 16, 0, 4, 1)
-        return Config(32, 32, 0, 4, 1) if p.wide == torch.float32 else Config(32, 16, 0, 4, 1)
+            return Config(16, 16, 0, 8, 1)
+        return Config(32, 32, 0, 8, 1) if p.wide == torch.float32 else Config(32, 16, 0, 4, 1)
     if p.widest > 128:
-        return Config(32, 32, 0, 4, 1)
+        return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(64, 32, 0, 4, 1)
     return Config(128, 32, 0, 4, 3) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
@@ -195,11 +195,11 @@ def past_sums_candidates(p: Past) -> list[Config]:
 def past_gradients_config(p: Past) -> Config:
     if not p.half:
         return Config(32 if p.widest <= 64 else 16, 0, 1, 4, 1)
-    return Config(128, 0, 4, 4, 3) if p.widest <= 64 else Config(128, 0, 1, 4, 2)
+    return Config(128, 0, 4, 4, 3) if p.widest <= 64 else Config(128, 0, 2, 8, 2)
 
 
 def past_gradients_candidates(p: Past) -> list[Config]:
-    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (256, 2, 8, 3), (128, 1, 4, 2), (64, 4, 4, 3), (256, 4, 8, 3), (128, 4, 4, 2)]
+    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (256, 2, 8, 2), (128, 1, 8, 3), (64, 4, 4, 3), (256, 4, 8, 3), (128, 4, 4, 2)]
     if not p.half:
         shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 2, 8, 1), (64, 1, 8, 1)]
     return [past_gradients_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]
@@ -210,11 +210,17 @@ def moment_config(p: Fold) -> Config:
 
 
 def query_config(p: Problem) -> Config:
-    return output_config(p)
+    return Config(64, 64, 0, 4, 3) if p.half and p.widest <= 64 and not p.narrow else output_config(p)
+
+
+def query_candidates(p: Problem) -> list[Config]:
+    return [query_config(p), *output_candidates(p)]
 
 
 def key_config(p: Problem) -> Config:
     if not p.half:
+        if p.widest > 64:
+            return Config(16, 16, 0, 8, 1)
         return Config(16, 16, 0, 4, 1) if p.wide == torch.float32 else Config(16, 32, 0, 4, 1)
     if p.widest > 128:
         return Config(32, 32, 0, 8, 1)

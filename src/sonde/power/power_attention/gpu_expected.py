@@ -114,7 +114,7 @@ def key_gradients(
 def _passes(p: Past) -> Iterator[tuple[int, int, slice]]:
     """Batch entry, chunk, and the rows of it that go through a state."""
     for b in range(p.B):
-        for chunk in range(p.first, p.first + p.count):
+        for chunk in range(p.first, p.first + p.states):
             yield b, chunk, slice(chunk * p.C, min(p.T, (chunk + 1) * p.C))
 
 

@@ -11,6 +11,7 @@ from .gpu_kernels import QKV
 from .gpu_states import LEAST_GATE, SIZES
 
 GRAD = ["g_batch", "g_head", "g_row"]
+DOUBT = tl.constexpr(64)  # tokens whose weights are rounded as much as the sum over all pairs across a boundary of chunks
 
 
 @triton.jit(do_not_specialize=[*SIZES, "o_batch", "o_head", "o_row", *GRAD])
@@ -393,43 +394,45 @@ def _gate_gradient(
     g_head,
     g_row,
     flow_columns,
+    BEGUN: tl.constexpr,
     RETURNED: tl.constexpr,
     BT: tl.constexpr,
 ):
     """A gate scales the weights between all keys before it and all queries from it on. From token to token, Σ w ∂w of these gains
     the token's key, and loses its queries, whose sum is 0.
 
-    A gradient that is not finite reaches the gates between its key and its query only. A sum from the beginning of a chunk would
-    take it along to its end, so then a sum from the end takes its place.
+    Sums before a chunk and after it are both known, from states that are rounded. Where they disagree, the difference is spread
+    over the chunk. If it is not finite, sums begin at the end: the gates after an infinite query have finite gradients.
     """
     chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = chunk * C
     stop = tl.minimum(start + C, T)
-    total, t = tl.zeros([], tl.float64), tl.arange(0, BT)
+    before, after, gains = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+    doubt_before, doubt_after = 0, 0  # in how many tokens as much is rounded as in these sums
     if flows is not None:
         flows += row_of * (chunks + 1) * flow_columns
-        total += flow_before(flows, chunk, chunks, flow_columns, BT)
+        before += flow_before(flows, chunk, chunks, flow_columns, BT)
+        if (chunk > 0) | BEGUN:
+            doubt_before += DOUBT
+        if chunk < chunks - 1:
+            after += flow_before(flows, chunk + 1, chunks, flow_columns, BT)
+            doubt_after += DOUBT
+    t = tl.arange(0, BT)
     for first in range(start, stop, BT):
-        i = first + t
-        inside = i < stop
+        gains += tl.sum(tl.load(passed + row_of * T + first + t, mask=first + t < stop, other=0).to(tl.float64), 0)
+    drift = after - before - gains
+    if RETURNED:
+        drift = tl.where(chunk < chunks - 1, drift, 0)
+    backwards = drift - drift != 0
+    total = tl.where(backwards, after, before)
+    for first in range(0, stop - start, BT):
+        i = tl.where(backwards, stop - 1 - first - t, start + first + t)
+        inside = (i >= start) & (i < stop)
         gain = tl.load(passed + row_of * T + i, mask=inside, other=0).to(tl.float64)
-        found = total + tl.cumsum(gain, 0) - gain
-        total += tl.sum(gain, 0)
+        share = (first + t + doubt_before).to(tl.float64) / (stop - start + doubt_before + doubt_after)
+        found = tl.where(backwards, total - tl.cumsum(gain, 0), total + tl.cumsum(gain, 0) - gain + drift * share)
+        total += tl.where(backwards, -tl.sum(gain, 0), tl.sum(gain, 0))
         gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
         found = tl.where(gate < LEAST_GATE, 0, found)
         tl.store(d_log_gate + (batch * T + i) * h + head, found.to(d_log_gate.dtype.element_ty), mask=inside)
-    if not RETURNED and total - total != 0:
-        total = tl.zeros([], tl.float64)
-        if flows is not None:  # noqa: SIM102 (decided at compile time)
-            if chunk < chunks - 1:
-                total += flow_before(flows, chunk + 1, chunks, flow_columns, BT)
-        for first in range(0, stop - start, BT):
-            i = stop - 1 - first - t
-            inside = i >= start
-            gain = tl.load(passed + row_of * T + i, mask=inside, other=0).to(tl.float64)
-            found = total - tl.cumsum(gain, 0)
-            total -= tl.sum(gain, 0)
-            gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
-            found = tl.where(gate < LEAST_GATE, 0, found)
-            tl.store(d_log_gate + (batch * T + i) * h + head, found.to(d_log_gate.dtype.element_ty), mask=inside)

@@ -45,7 +45,7 @@ def launch_fold(p: Fold, c: Config) -> Launch:
         c.parts,
     )  # fmt: skip
     sizes = p.h, p.members, p.T, p.C, p.chunks, p.skipped
-    return Launch(grid, (*sizes, *p.x, *p.y), constants, c.num_warps, c.num_stages)
+    return Launch(grid, (*sizes, *p.x, *p.y), constants, c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def launch_moments(p: Fold) -> Launch:
@@ -93,7 +93,7 @@ def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, 
 
 
 def _past_grid(p: Past, c: Config) -> tuple[int, int, int]:
-    return p.count * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1
+    return p.states * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1
 
 
 def _past_constants(p: Past) -> tuple:
@@ -103,12 +103,12 @@ def _past_constants(p: Past) -> tuple:
 
 def launch_past_sums(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x
-    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, c.block_m), c.num_warps, c.num_stages)
+    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, c.block_m), c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def launch_past_gradients(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x, *p.y
-    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, c.block_m, c.parts), c.num_warps, c.num_stages)
+    return Launch(_past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, c.block_m, c.parts), c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def _constants(p: Problem, last: bool, c: Config) -> tuple:
@@ -120,7 +120,7 @@ def _constants(p: Problem, last: bool, c: Config) -> tuple:
 
 def launch_outputs(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
-    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c), c.num_warps, c.num_stages)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c), c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def launch_row_factors(p: Problem) -> Launch:
@@ -130,16 +130,16 @@ def launch_row_factors(p: Problem) -> Launch:
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
-    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c), c.num_warps, c.num_stages)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c), c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def launch_key_gradients(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h, 1)
-    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c), c.num_warps, c.num_stages)
+    return Launch(grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c), c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def launch_gate_gradient(p: Problem) -> Launch:
-    constants = p.returned, min(1024, power_of_2(max(16, p.C)))
+    constants = p.begun, p.returned, min(1024, power_of_2(max(16, p.C)))
     return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.gate, flow_columns(p)), constants, 4)
 
 
@@ -148,7 +148,7 @@ def launch_step(p: Problem, c: Config) -> Launch:
     constants = (
         p.d, p.e, p.blocks[0], p.D, p.power, p.tile, p.tile**p.power, p.groups, triton_dtype(p.wide), c.block_m, c.block_n,
     )  # fmt: skip
-    return Launch((cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants, c.num_warps, c.num_stages)
+    return Launch((cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants, c.num_warps, c.num_stages, registers=ALL_REGISTERS)
 
 
 def fits(p: Problem, c: Config) -> bool:
@@ -169,7 +169,7 @@ def fits_past_gradients(p: Past, c: Config) -> bool:
 
 
 SIZES = ("T", "chunks")
-PAST_SIZES, PAST_BATCH = (*SIZES, "count"), ("B", "x", "y", "first")
+PAST_SIZES, PAST_BATCH = (*SIZES, "states"), ("B", "x", "y", "first")
 BATCH = ("B", "q", "k", "v", "out", "grad", "gate", "least")
 outputs = jit.kernel(
     gpu_kernels._outputs, "power.outputs", default=gpu_configs.output_config, candidates=gpu_configs.output_candidates,
@@ -192,7 +192,7 @@ past_gradients = jit.kernel(
 )  # fmt: skip
 query_gradients = jit.kernel(
     gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
-    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12),
+    candidates=gpu_configs.query_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12),
     fits=fits, expected=gpu_expected.query_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
