@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..op import checks
-from ..power._sympow.basis import default_tile, dimension
 from ..power.power_attention.api import POWERS, WIDEST, PowerState, power_attention
 from ..power.power_attention.reference import WIDEST_STATE
+from ..power.sympow.api import sympow_dim
 
 NAME = "PowerAttention"
 LONGEST, SHORTEST = 12, 7  # the first head remembers about 2^12 tokens at first, the last one 2^7
@@ -167,7 +167,7 @@ class PowerAttention(nn.Module):
     def _sizes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a state's tensors without the batch."""
         h, d = self.num_kv_heads, self.head_dim
-        D = dimension(d, self.power, default_tile(d))
+        D = sympow_dim(d, self.power)
         return (h, D, d), (h, D), (h,)
 
     def _check_power(self) -> None:
