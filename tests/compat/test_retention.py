@@ -104,14 +104,15 @@ def test_gradients_of_a_state():
         (dict(), False),
         (dict(switch_over_seq_len=T + 1), True),
         (dict(switch_over_seq_len=T), False),
-        (dict(chunk_size=T + 1), True),
-        (dict(chunk_size=4, switch_over_seq_len=T + 1), True),
+        (dict(chunk_size=T + 1), False),
+        (dict(chunk_size=4, switch_over_seq_len=T + 1), False),  # 23 tokens are six chunks, 24
+        (dict(chunk_size=4, switch_over_seq_len=T + 2), True),
         (dict(chunk_size=T + 1, switch_over_seq_len=5), False),
     ],
     ids=str,
 )
 def test_short_sequences_have_no_state_yet(options, cached):
-    """As in the original: their keys are still the caller's cache, and would otherwise count twice."""
+    """As in the original, which pads to whole chunks first: their keys are still the cache, and would otherwise count twice."""
     given = sequence()
     out, S, z = power_retention(*given, return_final_state=True, **options)
     close(out, truth(*given))

@@ -59,8 +59,8 @@ def power_retention(
 
     Returns:
         ``[B, T, hq, e]``; with ``return_final_state=True`` also the state and the sum of keys. As in the original, both are None
-        for a sequence that begins without a state and is shorter than `switch_over_seq_len`: its keys and values are still
-        the cache of :func:`power_retention_inference`.
+        for a sequence that begins without a state if its length, rounded up to whole chunks, is below `switch_over_seq_len`:
+        its keys and values are still the cache of :func:`power_retention_inference`.
     """
     name = "power_retention"
     n = _check(name, Q, K, V, log_G, deg, scale)
@@ -70,9 +70,11 @@ def power_retention(
             checks.count(name, argument, value, least=1)
     state = _state(name, n, Q, initial_state, sum_of_keys, deg)
     most = chunk_size if switch_over_seq_len is None else switch_over_seq_len
-    cached = state is None and most is not None and n["T"] < most
-    if state is None and most is not None and n["T"] <= most:
-        chunk_size = max(1, n["T"])
+    cached = False
+    if state is None and most is not None:
+        chunk = 1 if chunk_size is None else chunk_size
+        cached = -(-n["T"] // chunk) * chunk < most
+        chunk_size = max(1, n["T"]) if n["T"] <= most else chunk_size
     options: dict[str, Any] = dict(power=deg, scale=scale, chunk_size=chunk_size, state=state)
     if not return_final_state or cached:
         out = power_attention(Q, K, V, log_G, **options)
