@@ -244,11 +244,10 @@ def test_frozen():
     assert torch.autograd.grad(layer(x).sum(), x)[0].any()
 
 
-@pytest.mark.parametrize("gates", [False, True])
-def test_is_one_graph(gates):
+def test_is_one_graph():
     """The layer, its state and its gradients, for any number of tokens and for one."""
     torch._dynamo.reset()
-    layer = filled(attention(gates=gates))
+    layer = filled(attention())
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     state = layer.initial_state(B)
     for length, stance in ((7, "default"), (5, "fail_on_recompile"), (1, "default"), (1, "fail_on_recompile")):

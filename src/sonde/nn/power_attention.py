@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,12 +106,6 @@ class PowerAttention(nn.Module):
             exponents = torch.linspace(LONGEST, SHORTEST, self.num_kv_heads, device=self.g_proj.bias.device)
             self.g_proj.bias.copy_(torch.log(torch.expm1(exponents * math.log(2))))  # sigmoid of it is 1 − 2^−exponent
 
-    @overload
-    def forward(self, x: Tensor, state: PowerState | None = None, return_state: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, state: PowerState | None = None, *, return_state: Literal[True]) -> tuple[Tensor, PowerState]: ...
-    @overload
-    def forward(self, x: Tensor, state: PowerState | None, return_state: Literal[True]) -> tuple[Tensor, PowerState]: ...
     def forward(self, x: Tensor, state: PowerState | None = None, return_state: bool = False) -> Tensor | tuple[Tensor, PowerState]:
         """Attend from each token to itself and those before it.
 
