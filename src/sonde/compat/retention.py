@@ -41,7 +41,8 @@ def power_retention(
     Results are those of the original, with these differences. States have another basis (for d = 64 and deg = 2, D is 2304, not
     2560) and are float32, or float64 if any operand is, so a state of one library means nothing to the other. Unknown keyword
     arguments are an error. ``scale=0`` is a scale, with which all results are 0, not the default. A query that is at right angles
-    to all its keys gives 0, not an average of its chunk. Chunks change nothing but rounding, and any length will do.
+    to all its keys, as far as float32 sums can tell, gives 0, not an average of its chunk. Chunks change nothing but rounding, and
+    any length will do.
 
     Args:
         Q: ``[B, T, hq, d]``.
