@@ -24,9 +24,10 @@ class PowerAttention(nn.Module):
     $$\mathrm{out}_i = W_o \operatorname*{concat}_h \frac{\sum_{j \le i} w_{ij}\, W_v x_j}{\sum_{j \le i} w_{ij}}, \qquad
       w_{ij} = (W_q x_i \cdot W_k x_j)^p \prod_{j < m \le i} \mathrm{sigmoid}(W_g x_m + b_g)$$
 
-    for each head. There is no positional encoding: the gates say how fast a head forgets. Each head of keys and values has a gate,
-    computed in float32 at least, also under autocast. At first gates do not depend on `x`: of what it knows, the first head
-    keeps 1 − 2⁻¹² at each token, the last one 1 − 2⁻⁷, and those between them follow in even steps of the exponent.
+    for each head. There is no positional encoding: the gates say how fast a head forgets. Each head of keys and values has a gate.
+    Gates are float32 at least, and under autocast so is their projection; only a layer in half precision projects them in half
+    precision. At first they do not depend on `x`: at each token the first head keeps 1 − 2⁻¹² of what it knows, the last one
+    1 − 2⁻⁷, and those between them follow in even steps of the exponent.
 
     Args:
         embed_dim: Channels of the input and of the result.
