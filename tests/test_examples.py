@@ -2,8 +2,12 @@
 
 import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
+
+import sonde
 
 SMALL = {
     "deformable_detr_encoder": ["--height", "64", "--width", "96", "--channels", "32"],
@@ -68,6 +72,40 @@ def test_epipolar_learns_depth(capsys):
     assert first < 2 * chance
     assert peaks > 85
     assert last > 55
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def documented(page: str, section: str = "") -> str:
+    """A page of the documentation, or one of its sections."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return text if not section else re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL).group(1)
+
+
+@pytest.mark.parametrize(("page", "section"), [("power.md", ""), ("migrating.md", "retention")])
+def test_documented(page, section):
+    """The blocks of Python run, each by itself, and what they assert is true."""
+    torch.manual_seed(0)
+    blocks = re.findall(r"^```python\n(.*?)^```", documented(page, section), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+
+
+def test_documented_lengths():
+    """The table of sizes and of the lengths above which power_attention takes chunks."""
+    from sonde.power.power_attention.reference import rows_of_chunk
+
+    rows = re.findall(r"^\| (\d) \| (\d+) \| (\d*) *\| (.+?) \|$", documented("power.md", "Power attention"), re.MULTILINE)
+    assert len(rows) == 7
+    for power, d, D, most in ((int(p), int(d), *rest) for p, d, *rest in rows):
+        if most == "any length":
+            assert rows_of_chunk(10**9, d, d, power, None) == 10**9
+            continue
+        assert sonde.power.sympow_dim(d, power) == int(D)
+        assert rows_of_chunk(int(most), d, d, power, None) == int(most)
+        assert rows_of_chunk(int(most) + 1, d, d, power, None) == 1024
 
 
 def test_external_kernels(capsys):

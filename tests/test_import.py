@@ -121,8 +121,9 @@ def test_kernels_load_on_first_use():
     assert python(code).split() == ["False", "True", "False"]
 
 
-PUBLIC = ("", ".compat", ".compat.fused_grid_ops", ".compat.mmcv", ".compat.physicsnemo", ".compat.sparsedrive", ".compat.torch",
-          ".compat.transformers", ".grid", ".jit", ".memory", ".nn", ".points", ".testing")  # fmt: skip
+PUBLIC = ("", ".compat", ".compat.fused_grid_ops", ".compat.mmcv", ".compat.physicsnemo", ".compat.retention",
+          ".compat.sparsedrive", ".compat.torch", ".compat.transformers", ".grid", ".jit", ".memory", ".nn", ".points",
+          ".testing")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -6,7 +6,7 @@ Each module is imported when it is first used.
 from importlib import import_module
 from typing import Any
 
-__all__ = ["fused_grid_ops", "mmcv", "physicsnemo", "sparsedrive", "torch", "transformers"]
+__all__ = ["fused_grid_ops", "mmcv", "physicsnemo", "retention", "sparsedrive", "torch", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

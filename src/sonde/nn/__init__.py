@@ -4,6 +4,7 @@ from .deformable_attention import MSDeformAttn
 from .epipolar_attention import EpipolarAttention
 from .epipolar_lines import EpipolarSamples, epipolar_samples, pixel_centres, relative_disparity
 from .grid_sample import GridSample
+from .power_attention import PowerAttention
 from .sparse_boxes import DeformableFeatureAggregation, SparseBox3DKeyPointsGenerator
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "EpipolarSamples",
     "GridSample",
     "MSDeformAttn",
+    "PowerAttention",
     "SparseBox3DKeyPointsGenerator",
     "epipolar_samples",
     "pixel_centres",

@@ -1,0 +1,212 @@
+"""Drop-ins for ``retention``: power retention for sequences, and for decoding with a cache of recent keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..op import checks
+from ..op.dtypes import accumulator
+from ..power import PowerState, power_attention, sympow, sympow_dim
+from ..power._dense.arguments import number
+from ..power._dense.reference import product
+from ..power.power_attention.reference import length, scale_of, sums_of_gates, threshold
+
+__all__ = ["power_retention", "power_retention_inference"]
+
+DEGREES, STATED = (2, 4), 2  # the degrees there are, and the one that has a state
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def power_retention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    log_G: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    sum_of_keys: Tensor | None = None,
+    return_final_state: bool = False,
+    deg: int = 2,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    switch_over_seq_len: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
+    """Causal attention with weights (scale · q·k)^deg and gates: :func:`sonde.power.power_attention`.
+
+    Results are those of the original, with these differences. States have another basis (for d = 64 and deg = 2, D is 2304, not
+    2560) and are float32, or float64 if any operand is, so a state of one library means nothing to the other. Unknown keyword
+    arguments are an error. ``scale=0`` is a scale, with which all results are 0, not the default. A query that is at right angles
+    to all its keys, as far as float32 sums can tell, gives 0, not an average of its chunk. Chunks change nothing but rounding, and
+    any length will do.
+
+    Args:
+        Q: ``[B, T, hq, d]``.
+        K: ``[B, T, h, d]``, where h divides hq.
+        V: ``[B, T, h, e]``.
+        log_G: Logarithms of the gates, at most 0, ``[B, T, h]``.
+        initial_state: What the tokens before these left, ``[B, h, D, e]``; for ``deg=2``, as in the original.
+        sum_of_keys: The other half of the state, ``[B, h, D]``.
+        return_final_state: Whether to return the state too.
+        deg: 2 or 4.
+        scale: $d^{-1/2}$ unless given.
+        chunk_size: Tokens in a chunk; chosen by length unless given. Backward passes keep one state for each chunk, so short
+            chunks take much memory; prefer to leave it out.
+        switch_over_seq_len: Up to this length there are no chunks; `chunk_size` unless given.
+
+    Returns:
+        ``[B, T, hq, e]``; with ``return_final_state=True`` also the state and the sum of keys. As in the original, both are None
+        for a sequence that begins without a state if its length, rounded up to whole chunks, is below `switch_over_seq_len`:
+        its keys and values are still the cache of :func:`power_retention_inference`.
+    """
+    name = "power_retention"
+    n = _check(name, Q, K, V, log_G, deg, scale)
+    checks.flags(name, return_final_state=return_final_state)
+    for argument, value in (("chunk_size", chunk_size), ("switch_over_seq_len", switch_over_seq_len)):
+        if value is not None:
+            checks.count(name, argument, value, least=1)
+    state = _state(name, n, Q, initial_state, sum_of_keys, deg)
+    most = chunk_size if switch_over_seq_len is None else switch_over_seq_len
+    cached = False
+    if state is None and most is not None:
+        chunk = 1 if chunk_size is None else chunk_size
+        cached = -(-n["T"] // chunk) * chunk < most
+        chunk_size = max(1, n["T"]) if n["T"] <= most else chunk_size
+    options: dict[str, Any] = dict(power=deg, scale=scale, chunk_size=chunk_size, state=state)
+    if not return_final_state or cached:
+        out = power_attention(Q, K, V, log_G, **options)
+        return (out, None, None) if return_final_state else out
+    _check_stated(name, deg)
+    out, made = power_attention(Q, K, V, log_G, return_state=True, **options)
+    return out, made.S, made.z
+
+
+def power_retention_inference(
+    Q: Tensor,
+    K: Tensor | None,
+    V: Tensor | None,
+    log_G: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    sum_of_keys: Tensor | None = None,
+    deg: int = 2,
+    scale: float | None = None,
+    switch_over_seq_len: int | None = 512,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The last tokens of a sequence, which see a state and a cache of the keys and values since.
+
+    Once the cache has `switch_over_seq_len` rows, the state that is returned contains them, and the caller empties the cache.
+    Until then the state is returned as it was given. :func:`power_retention` lists what differs from the original; besides, each of
+    several queries sees the state through the gates up to its own token, not through all of them. A layer without a
+    cache, whose state takes in every token, is :class:`sonde.nn.PowerAttention`.
+
+    Args:
+        Q: The last tokens' queries, ``[B, Tq, hq, d]``; Tq is 1 when decoding.
+        K: The cache, including the last tokens, ``[B, T, h, d]``; None if there is only a state.
+        V: ``[B, T, h, e]``, or None.
+        log_G: Logarithms of the cache's gates, ``[B, T, h]``.
+        initial_state: What the tokens before the cache left, ``[B, h, D, e]``; for ``deg=2``.
+        sum_of_keys: The other half of the state, ``[B, h, D]``.
+        deg: 2 or 4; with 4 there is no state, so `switch_over_seq_len` must be None, or longer than the cache.
+        scale: $d^{-1/2}$ unless given.
+        switch_over_seq_len: The length at which the cache goes into the state; None leaves it alone.
+
+    Returns:
+        ``[B, Tq, hq, e]``, the state and the sum of keys, which are None as long as there is no state.
+    """
+    name = "power_retention_inference"
+    if (K is None) != (V is None):
+        raise TypeError(f"{name}: K and V must be given together; got no {'K' if K is None else 'V'}")
+    if K is None or V is None:
+        if not isinstance(initial_state, Tensor) or not isinstance(Q, Tensor) or initial_state.ndim != 4 or Q.ndim != 4:
+            raise TypeError(
+                f"{name}: without K and V, there must be queries and an initial_state; got {checks.kind(initial_state)}"
+            )
+        (B, h, _, e), d = initial_state.shape, Q.shape[-1]
+        K, V, log_G = Q.new_empty(B, 0, h, d), Q.new_empty(B, 0, h, e), None  # gates of nothing would cancel
+    n = _check(name, Q, K, V, log_G, deg, scale, "Tq")
+    if switch_over_seq_len is not None:
+        checks.count(name, "switch_over_seq_len", switch_over_seq_len, least=1)
+    if n["Tq"] > n["T"] > 0:
+        raise ValueError(f"{name}: K must contain the keys of all {n['Tq']} queries; got {n['T']} rows")
+    state = _state(name, n, Q, initial_state, sum_of_keys, deg)
+    folds = switch_over_seq_len is not None and n["T"] >= switch_over_seq_len
+    if folds:
+        _check_stated(name, deg)
+    out = _last(Q, K, V, log_G, state, deg, scale_of(Q, scale))
+    if folds:
+        _, state = power_attention(K, K, V, log_G, power=deg, state=state, return_state=True)
+        return out, state.S, state.z
+    return out, initial_state, sum_of_keys
+
+
+def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerState | None, deg: int, scale: float) -> Tensor:
+    """The results of the last tokens alone, in plain PyTorch: they are few, and so are the keys of a cache."""
+    (B, rows, hq, _), (T, h), factor = Q.shape, K.shape[1:3], scale**deg
+    wide = accumulator(Q, K, V, log_G, *(() if state is None else state[:2]))
+    x = Q.to(wide).reshape(B, rows, h, hq // h, Q.shape[3]).permute(0, 2, 3, 1, 4)  # [B, h, groups, Tq, d]
+    keys, values = (t.to(wide).transpose(1, 2)[:, :, None] for t in (K, V))
+    G = sums_of_gates(log_G, K)[:, :, None]
+    since = G[..., T - rows :] if T else G.new_zeros(B, h, 1, rows)
+    token = torch.arange(T, device=Q.device)
+    seen = token <= torch.arange(T - rows, T, device=Q.device)[:, None]
+    decay = (since[..., :, None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp().to(wide)
+    weights = torch.where(seen, product(x, keys.mT), 0) ** deg * decay * factor
+    total, norm = product(weights, values), weights.sum(-1, keepdim=True)
+    most = product(decay, length(keys, deg)[..., None])
+    if state is not None:
+        S, z, norms = (t.to(wide) for t in state)
+        left = since.exp().to(wide)[..., None]
+        phi = sympow(x, deg) * (factor * left)
+        total = total + product(phi, S[:, :, None])
+        norm = norm + product(phi, z[:, :, None, :, None])
+        most = most + left * norms[..., None, None, None]
+    most = (most * factor * length(x, deg)[..., None]).detach()
+    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)  # rounding alone
+    out = torch.where(dead, 0, total / torch.where(dead, 1, norm))
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(Q.dtype)
+
+
+def _check(name: str, Q: Any, K: Any, V: Any, log_G: Any, deg: Any, scale: Any, rows: str = "T") -> dict[str, int]:
+    given: dict[str, tuple[Any, str]] = dict(Q=(Q, f"B {rows} hq d"), K=(K, "B T h d"), V=(V, "B T h e"))
+    if log_G is not None:
+        given["log_G"] = (log_G, "B T h")
+    n = checks.shapes(name, **given)
+    if n["h"] == 0 or n["hq"] % n["h"]:
+        raise ValueError(f"{name}: Q must have a multiple of the heads of K and V, {n['h']}; got {list(Q.shape)}")
+    checks.choice(name, "deg", deg, DEGREES)
+    if scale is not None:
+        number(name, "scale", scale)
+    return n
+
+
+def _check_stated(name: str, deg: int) -> None:
+    if deg != STATED:
+        raise ValueError(
+            f"{name}: there is a state for deg={STATED} only; got deg={deg}. "
+            "Leave the state out, or use sonde.power.power_attention"
+        )
+
+
+def _state(name: str, n: dict[str, int], Q: Tensor, S: Any, z: Any, deg: int) -> PowerState | None:
+    """The state as ``power_attention`` has it, with Σ ‖k‖², which it needs besides: the squares of a key are part of φ."""
+    if S is None and z is None:
+        return None
+    if S is None or z is None:
+        missing = "initial_state" if S is None else "sum_of_keys"
+        raise TypeError(f"{name}: initial_state and sum_of_keys must be given together; got no {missing}")
+    _check_stated(name, deg)
+    d, D = n["d"], sympow_dim(n["d"], deg)
+    if isinstance(S, Tensor) and S.ndim == 4 and S.shape[2] != D:
+        raise ValueError(
+            f"{name}: initial_state must have D={D} rows, since d={d}; got {S.shape[2]}. "
+            "States of the original library have another basis: make one from the tokens"
+        )
+    h, e = n["h"], n["e"]
+    checks.shapes(name, Q=(Q, "B Tq hq d"), initial_state=(S, f"B {h} {D} {e}"), sum_of_keys=(z, f"B {h} {D}"))
+    wide = accumulator(z)
+    squares = sympow(torch.eye(d, dtype=wide, device=z.device), deg).sum(0)  # 1 where φ has the square of a number, else 0
+    return PowerState(S, z, product(z.detach().to(wide), squares[:, None])[..., 0])
