@@ -1,0 +1,291 @@
+"""A small character model with power attention and with softmax attention, and decoding in constant memory.
+
+    python examples/power_attention.py                      # about a minute on two cores
+    python examples/power_attention.py --out loss.svg       # draws the losses; needs matplotlib
+    python examples/power_attention.py --cost --json cost.json                        # time by sequence length, on a GPU
+    python examples/power_attention.py --cost-picture cost.svg --from cost.json       # draws it, on any machine
+
+Both models have the same sizes and initial weights, and see the same batches of the text behind Python's ``help("topics")``. The
+one with power attention then writes text token by token: all that it keeps of the past is a ``PowerState`` per layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sonde.cli import plot
+from sonde.cli.console import UsageError
+from sonde.power import PowerState, power_attention
+
+WIDTH, HEADS, LAYERS = 128, 4, 2
+BATCH, LENGTH = 8, 256  # of training
+POWER, SOFTMAX = "power attention", "softmax attention"
+COLOURS = {POWER: plot.COLOURS["sonde"], SOFTMAX: plot.COLOURS["eager PyTorch"]}
+PHASES = ("forward", "forward and backward")
+
+
+def rotate(x: Tensor, start: int) -> Tensor:
+    """Rotary position embedding of ``[B, T, h, d]``; the first token has position `start`."""
+    frequency = 1000 ** -torch.linspace(0, 1, x.shape[-1] // 2)
+    angle = ((start + torch.arange(x.shape[1]))[:, None] * frequency)[:, None]  # [T, 1, d/2]
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, both residual."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, HEADS)  # unused by softmax attention
+        nn.init.zeros_(self.gate.weight)
+        self.gate.bias.data = torch.linspace(1, 6, HEADS)  # heads forget half of the past after 2 to 280 tokens
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, start: int, state: PowerState | None, keep: bool) -> tuple[Tensor, PowerState | None]:
+        normal = self.norms[0](x)
+        q, k, v = self.qkv(normal).unflatten(-1, (3, HEADS, -1)).unbind(2)  # [B, T, h, d]
+        q, k = rotate(q, start), rotate(k, start)
+        if self.kind == SOFTMAX:
+            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+        else:
+            gates = F.logsigmoid(self.gate(normal))
+            if keep:
+                out, state = power_attention(q, k, v, gates, state=state, return_state=True)
+            else:
+                out = power_attention(q, k, v, gates)
+        x = x + self.out(out.flatten(2))
+        return x + self.mlp(self.norms[1](x)), state
+
+
+class Model(nn.Module):
+    """Characters ``[B, T]`` → logits of the next ones, ``[B, T, characters]``."""
+
+    def __init__(self, characters: int, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(characters, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(LAYERS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters))
+
+    def forward(self, tokens: Tensor, start: int = 0, states: list | None = None) -> Tensor:
+        """`states` has one state per layer, or None before the first token, and is updated."""
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x, state = layer(x, start, None if states is None else states[i], keep=states is not None)
+            if states is not None:
+                states[i] = state
+        return self.head(x)
+
+
+def loss_of(model: Model, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(models: dict[str, Model], text: Tensor, steps: int) -> list[tuple[int, ...]]:
+    """Train all models on the same batches; rows of the step and each model's loss on text that was kept back."""
+    text, kept = text[: -8 * (LENGTH + 1)], text[-8 * (LENGTH + 1) :].view(8, -1)
+    optimizers = {name: torch.optim.AdamW(model.parameters(), 3e-3) for name, model in models.items()}
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 3e-3, total_steps=max(2, steps)) for o in optimizers.values()]
+    seconds, rows = dict.fromkeys(models, 0.0), []
+    print(f"{'step':>6}" + "".join(f"{name:>20}" for name in models))
+    for step in range(steps + 1):
+        if step % max(1, steps // 30) == 0 or step == steps:
+            with torch.no_grad():
+                rows.append((step, *(loss_of(model, kept).item() for model in models.values())))
+            if step % max(1, steps // 10) == 0 or step == steps:
+                print(f"{step:6}" + "".join(f"{loss:20.3f}" for loss in rows[-1][1:]), flush=True)
+        if step == steps:
+            break
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1))
+        tokens = text[starts + torch.arange(LENGTH + 1)]
+        for name, model in models.items():
+            began = time.perf_counter()
+            optimizers[name].zero_grad()
+            loss_of(model, tokens).backward()
+            optimizers[name].step()
+            seconds[name] += time.perf_counter() - began
+        for schedule in schedules:
+            schedule.step()
+    print("   ".join(f"{name}: {1e3 * s / max(1, steps):.0f} ms per step" for name, s in seconds.items()))
+    return rows
+
+
+@torch.no_grad()
+def write(model: Model, prompt: Tensor, count: int) -> tuple[Tensor, float, int]:
+    """Prefill with `prompt`, then sample `count` characters one by one.
+
+    Returns all characters, the largest difference of a logit from those of one call on the whole text, and the states' bytes.
+    """
+    states: list[Any] = [None] * LAYERS
+    tokens, logits = prompt, model(prompt, 0, states)
+    found = [logits]
+    for _ in range(count):
+        following = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1)
+        logits = model(following, tokens.shape[1], states)
+        tokens = torch.cat([tokens, following], 1)
+        found.append(logits)
+    off = (torch.cat(found, 1) - model(tokens)).abs().max().item()
+    return tokens, off, sum(t.nbytes for state in states for t in state)
+
+
+def timed(run: Callable[[], Any], repeats: int = 9) -> float:
+    """Median milliseconds on the GPU; the L2 cache is overwritten before each run."""
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    found = []
+    for repeat in range(repeats + 3):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        if repeat >= 3:
+            found.append(start.elapsed_time(stop))
+    return statistics.median(found)
+
+
+def softmax_attention() -> tuple[str, Callable[..., Tensor]]:
+    """``F.scaled_dot_product_attention`` by the first backend that runs here, and the backend's name."""
+    for name, backend in {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}.items():
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        try:
+            small = torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            attend(small, small, small).sum().backward()
+        except RuntimeError:
+            continue
+        return name, attend
+    raise SystemExit("--cost: F.scaled_dot_product_attention has neither its cuDNN nor its flash backend here")
+
+
+def cost(lengths: Sequence[int]) -> dict[str, Any]:
+    """Milliseconds of both attentions, with 16 heads of 64 channels in bfloat16."""
+    backend, softmax = softmax_attention()
+    names = {POWER: "power_attention", SOFTMAX: f"SDPA ({backend})"}
+    made: dict[str, Any] = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, names=names, rows=[])
+    print(f"{made['device']}, torch {torch.__version__}: batch 1, 16 heads, d = 64, bfloat16, milliseconds")
+    for T in lengths:
+        x = torch.randn(4, 1, T, 16, 64, device="cuda").bfloat16()
+        gates = F.logsigmoid(torch.randn(1, T, 16, device="cuda") + 5)
+        calls = {POWER: (power_attention, [*x[:3], gates]), SOFTMAX: (softmax, [t.transpose(1, 2).contiguous() for t in x[:3]])}
+        for name, (attend, given) in calls.items():
+            leaves = [t.clone().requires_grad_() for t in given]
+            grad = x[3] if name == POWER else x[3].transpose(1, 2).contiguous()
+            runs = (lambda: attend(*given), lambda: torch.autograd.grad(attend(*leaves), leaves, grad))  # noqa: B023
+            for phase, run in zip(PHASES, runs):
+                made["rows"].append(dict(T=T, attention=name, phase=phase, ms=timed(run)))
+                print(f"  T = {T:6}  {names[name]:18}{phase:22}{made['rows'][-1]['ms']:9.3f}", flush=True)
+    return made
+
+
+def picture(panels: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(plot.STYLE)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    return figure, figure.subplots(1, panels, squeeze=False, sharey=True)[0]
+
+
+def save(figure: Any, file: str) -> None:
+    for axes in figure.axes:
+        axes.grid(color=plot.FAINT, linewidth=0.8)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(file, dpi=160, metadata={"Date": None} if file.endswith(".svg") else None)
+
+
+def draw_losses(file: str, rows: list[tuple[int, ...]], names: Sequence[str]) -> None:
+    figure, (axes,) = picture(1, (7, 3.6))
+    for i, name in enumerate(names, 1):
+        axes.plot([row[0] for row in rows], [row[i] for row in rows], color=COLOURS[name], linewidth=2, label=name)
+    axes.set_title("Loss on unseen text of two small character models that differ in attention", loc="left", fontsize=10)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("nats per character")
+    save(figure, file)
+
+
+def draw_cost(file: str, made: dict[str, Any]) -> None:
+    figure, panels = picture(2, (9, 4))
+    lengths = sorted({row["T"] for row in made["rows"]})
+    for axes, phase in zip(panels, PHASES):
+        for name in COLOURS:
+            points = sorted((r["T"], r["ms"]) for r in made["rows"] if (r["attention"], r["phase"]) == (name, phase))
+            axes.loglog(*zip(*points), "o-", color=COLOURS[name], linewidth=2, markersize=4, label=made["names"][name])
+        axes.set_title(phase.capitalize(), loc="left", fontsize=10)
+        axes.set_xlabel("sequence length")
+        axes.set_xticks(lengths, [f"{T // 1024}k" for T in lengths])
+        axes.minorticks_off()
+    panels[0].set_ylabel("milliseconds")
+    figure.suptitle(f"Time by sequence length: {made['device']}, batch 1, 16 heads, d = 64, bfloat16", fontsize=11)
+    save(figure, file)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--steps", type=int, default=300, help="of training")
+    options.add_argument("--characters", type=int, default=300, help="that are written after training")
+    options.add_argument("--out", metavar="PICTURE", help="draw the losses (.svg, .png, .pdf)")
+    options.add_argument("--cost", action="store_true", help="no training: time both attentions by sequence length, on a GPU")
+    options.add_argument("--json", metavar="FILE", help="where --cost writes its figures")
+    options.add_argument("--cost-picture", metavar="PICTURE", help="no training: draw the figures of --from")
+    options.add_argument("--from", dest="source", metavar="FILE", help="what --cost --json wrote")
+    args = options.parse_args(argv)
+    if bool(args.cost_picture) != bool(args.source) or (args.json and not args.cost):
+        options.error("--cost-picture goes with --from, and --json with --cost")
+    try:
+        plot.check("--out", args.out)
+        plot.check("--cost-picture", args.cost_picture)
+    except UsageError as problem:
+        options.error(str(problem))
+    if args.cost:
+        if not torch.cuda.is_available():
+            sys.exit("--cost needs a GPU, and torch finds none here")
+        figures = cost([1024 * n for n in (4, 8, 16, 32, 64)])
+        if args.json:
+            Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+        return
+    if args.cost_picture:
+        return draw_cost(args.cost_picture, json.loads(Path(args.source).read_text()))
+
+    torch.manual_seed(0)
+    text = "\n".join(topics.values())
+    letters = sorted(set(text))
+    tokens = torch.tensor([letters.index(c) for c in text])
+    models = {kind: Model(len(letters), kind) for kind in (POWER, SOFTMAX)}
+    models[SOFTMAX].load_state_dict(models[POWER].state_dict())
+    size = sum(p.numel() for p in models[POWER].parameters())
+    print(f"{len(text):,} characters, {size:,} parameters, held-out loss in nats per character")
+    rows = train(models, tokens, args.steps)
+    if args.out:
+        draw_losses(args.out, rows, list(models))
+    start = text.index('The "for" statement')
+    written, off, held = write(models[POWER], tokens[None, start : start + 100], args.characters)
+    print("".join(letters[i] for i in written[0]))
+    print(f"States of {held / 1024:.0f} KiB for any length; logits differ from one call on the whole text by {off:.1e} at most")
+    if not off < 1e-3:
+        sys.exit("decoding does not equal the full forward")
+
+
+if __name__ == "__main__":
+    main()
