@@ -5,18 +5,18 @@
     python examples/power_attention.py --cost --json cost.json                        # time by sequence length, on a GPU
     python examples/power_attention.py --cost-picture cost.svg --from cost.json       # draws it, on any machine
 
-Both models have the same sizes and initial weights, and see the same batches of the text behind Python's ``help("topics")``. The
-one with power attention then writes text token by token: all that it keeps of the past is a ``PowerState`` per layer.
+Both models have the same sizes and initial weights and see the same batches: the pages that Python's ``help("for")`` and the like
+show. Power attention has gates, which tell each head how fast to forget. Its model then writes text token by token; all that it
+keeps of the past is one ``PowerState`` per layer, of fixed size.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -24,17 +24,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention_cost import COLOURS, LENGTHS, POWER, SOFTMAX, cost, draw_cost, picture, save
 from sonde.cli import plot
-from sonde.cli.console import UsageError
+from sonde.cli.console import UsageError, writable
 from sonde.power import PowerState, power_attention
 
 WIDTH, HEADS, LAYERS = 128, 4, 2
 BATCH, LENGTH = 8, 256  # of training
-POWER, SOFTMAX = "power attention", "softmax attention"
-COLOURS = {POWER: plot.COLOURS["sonde"], SOFTMAX: plot.COLOURS["eager PyTorch"]}
-PHASES = ("forward", "forward and backward")
 
 
 def rotate(x: Tensor, start: int) -> Tensor:
@@ -105,10 +102,10 @@ def train(models: dict[str, Model], text: Tensor, steps: int) -> list[tuple[int,
     seconds, rows = dict.fromkeys(models, 0.0), []
     print(f"{'step':>6}" + "".join(f"{name:>20}" for name in models))
     for step in range(steps + 1):
-        if step % max(1, steps // 30) == 0 or step == steps:
+        if step % max(5, steps // 30) == 0 or step == steps:
             with torch.no_grad():
                 rows.append((step, *(loss_of(model, kept).item() for model in models.values())))
-            if step % max(1, steps // 10) == 0 or step == steps:
+            if step % max(5, steps // 10) == 0 or step == steps:
                 print(f"{step:6}" + "".join(f"{loss:20.3f}" for loss in rows[-1][1:]), flush=True)
         if step == steps:
             break
@@ -144,77 +141,6 @@ def write(model: Model, prompt: Tensor, count: int) -> tuple[Tensor, float, int]
     return tokens, off, sum(t.nbytes for state in states for t in state)
 
 
-def timed(run: Callable[[], Any], repeats: int = 9) -> float:
-    """Median milliseconds on the GPU; the L2 cache is overwritten before each run."""
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    found = []
-    for repeat in range(repeats + 3):
-        flush.zero_()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        if repeat >= 3:
-            found.append(start.elapsed_time(stop))
-    return statistics.median(found)
-
-
-def softmax_attention() -> tuple[str, Callable[..., Tensor]]:
-    """``F.scaled_dot_product_attention`` by the first backend that runs here, and the backend's name."""
-    for name, backend in {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}.items():
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        try:
-            small = torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            attend(small, small, small).sum().backward()
-        except RuntimeError:
-            continue
-        return name, attend
-    raise SystemExit("--cost: F.scaled_dot_product_attention has neither its cuDNN nor its flash backend here")
-
-
-def cost(lengths: Sequence[int]) -> dict[str, Any]:
-    """Milliseconds of both attentions, with 16 heads of 64 channels in bfloat16."""
-    backend, softmax = softmax_attention()
-    names = {POWER: "power_attention", SOFTMAX: f"SDPA ({backend})"}
-    made: dict[str, Any] = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, names=names, rows=[])
-    print(f"{made['device']}, torch {torch.__version__}: batch 1, 16 heads, d = 64, bfloat16, milliseconds")
-    for T in lengths:
-        x = torch.randn(4, 1, T, 16, 64, device="cuda").bfloat16()
-        gates = F.logsigmoid(torch.randn(1, T, 16, device="cuda") + 5)
-        calls = {POWER: (power_attention, [*x[:3], gates]), SOFTMAX: (softmax, [t.transpose(1, 2).contiguous() for t in x[:3]])}
-        for name, (attend, given) in calls.items():
-            leaves = [t.clone().requires_grad_() for t in given]
-            grad = x[3] if name == POWER else x[3].transpose(1, 2).contiguous()
-            runs = (lambda: attend(*given), lambda: torch.autograd.grad(attend(*leaves), leaves, grad))  # noqa: B023
-            for phase, run in zip(PHASES, runs):
-                made["rows"].append(dict(T=T, attention=name, phase=phase, ms=timed(run)))
-                print(f"  T = {T:6}  {names[name]:18}{phase:22}{made['rows'][-1]['ms']:9.3f}", flush=True)
-    return made
-
-
-def picture(panels: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams.update(plot.STYLE)
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    return figure, figure.subplots(1, panels, squeeze=False, sharey=True)[0]
-
-
-def save(figure: Any, file: str) -> None:
-    for axes in figure.axes:
-        axes.grid(color=plot.FAINT, linewidth=0.8)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(file, dpi=160, metadata={"Date": None} if file.endswith(".svg") else None)
-
-
 def draw_losses(file: str, rows: list[tuple[int, ...]], names: Sequence[str]) -> None:
     figure, (axes,) = picture(1, (7, 3.6))
     for i, name in enumerate(names, 1):
@@ -222,22 +148,6 @@ def draw_losses(file: str, rows: list[tuple[int, ...]], names: Sequence[str]) ->
     axes.set_title("Loss on unseen text of two small character models that differ in attention", loc="left", fontsize=10)
     axes.set_xlabel("training step")
     axes.set_ylabel("nats per character")
-    save(figure, file)
-
-
-def draw_cost(file: str, made: dict[str, Any]) -> None:
-    figure, panels = picture(2, (9, 4))
-    lengths = sorted({row["T"] for row in made["rows"]})
-    for axes, phase in zip(panels, PHASES):
-        for name in COLOURS:
-            points = sorted((r["T"], r["ms"]) for r in made["rows"] if (r["attention"], r["phase"]) == (name, phase))
-            axes.loglog(*zip(*points), "o-", color=COLOURS[name], linewidth=2, markersize=4, label=made["names"][name])
-        axes.set_title(phase.capitalize(), loc="left", fontsize=10)
-        axes.set_xlabel("sequence length")
-        axes.set_xticks(lengths, [f"{T // 1024}k" for T in lengths])
-        axes.minorticks_off()
-    panels[0].set_ylabel("milliseconds")
-    figure.suptitle(f"Time by sequence length: {made['device']}, batch 1, 16 heads, d = 64, bfloat16", fontsize=11)
     save(figure, file)
 
 
@@ -256,12 +166,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         plot.check("--out", args.out)
         plot.check("--cost-picture", args.cost_picture)
+        writable("--json", args.json)
     except UsageError as problem:
         options.error(str(problem))
     if args.cost:
         if not torch.cuda.is_available():
             sys.exit("--cost needs a GPU, and torch finds none here")
-        figures = cost([1024 * n for n in (4, 8, 16, 32, 64)])
+        figures = cost(LENGTHS)
         if args.json:
             Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
         return
@@ -279,10 +190,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = train(models, tokens, args.steps)
     if args.out:
         draw_losses(args.out, rows, list(models))
-    start = text.index('The "for" statement')
-    written, off, held = write(models[POWER], tokens[None, start : start + 100], args.characters)
+    written, off, held = write(models[POWER], tokens[None, :100], args.characters)
     print("".join(letters[i] for i in written[0]))
-    print(f"States of {held / 1024:.0f} KiB for any length; logits differ from one call on the whole text by {off:.1e} at most")
+    print(f"States: {held / 1024:.0f} KiB at any length; largest difference from the logits of one full forward: {off:.1e}")
     if not off < 1e-3:
         sys.exit("decoding does not equal the full forward")
 
