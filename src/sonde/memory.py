@@ -52,8 +52,8 @@ def share_pool(library: Library) -> SharedPool:
 
     Convention:
         A block is allocated on the library's current stream. After it is freed, it is not reused until the work already queued on
-        that stream and on the current streams of both libraries has finished; the wait is on the device, never on the host. If
-        a kernel on any other stream uses the memory, call ``Tensor.record_stream``, as for any tensor.
+        that stream and on the current streams of both libraries has finished. If a kernel on any other stream uses the memory,
+        call ``Tensor.record_stream``, as for any tensor. Neither allocating nor freeing waits for the device.
 
     Args:
         library: ``"cupy"`` sets CuPy's allocator; ``"rmm"`` sets RMM's resource of the current device.
