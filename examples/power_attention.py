@@ -144,7 +144,8 @@ def write(model: Model, prompt: Tensor, count: int) -> tuple[Tensor, float, int]
 def draw_losses(file: str, rows: list[tuple[int, ...]], names: Sequence[str]) -> None:
     figure, (axes,) = picture(1, (7, 3.6))
     for i, name in enumerate(names, 1):
-        axes.plot([row[0] for row in rows], [row[i] for row in rows], color=COLOURS[name], linewidth=2, label=name)
+        label = f"{name}, with gates" if name == POWER else name
+        axes.plot([row[0] for row in rows], [row[i] for row in rows], color=COLOURS[name], linewidth=2, label=label)
     axes.set_title("Loss on unseen text of two small character models that differ in attention", loc="left", fontsize=10)
     axes.set_xlabel("training step")
     axes.set_ylabel("nats per character")
