@@ -1,6 +1,6 @@
 """A small character model with power attention and with softmax attention, and decoding in constant memory.
 
-    python examples/power_attention.py                      # about a minute on two cores
+    python examples/power_attention.py                      # about a minute on two idle cores
     python examples/power_attention.py --out loss.svg       # draws the losses; needs matplotlib
     python examples/power_attention.py --cost --json cost.json                        # time by sequence length, on a GPU
     python examples/power_attention.py --cost-picture cost.svg --from cost.json       # draws it, on any machine
