@@ -1,5 +1,6 @@
 """The examples run, eagerly and as one graph, and match plain PyTorch."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -118,3 +119,32 @@ def test_external_kernels(capsys):
     assert float(re.search(r"by (\S+) of its norm", said).group(1)) < 1e-5
     assert "1. the library" in said
     assert "A100" in said
+
+
+def test_power_attention(capsys, tmp_path, monkeypatch):
+    """Both models learn, decoding from states equals the full forward (the example exits otherwise), and the losses are drawn."""
+    pytest.importorskip("matplotlib")
+    example, picture = import_module("power_attention"), tmp_path / "loss.svg"
+    monkeypatch.setattr(example, "LENGTH", 64)
+    example.main(["--steps", "10", "--characters", "20", "--out", str(picture)])
+    said = capsys.readouterr().out
+    losses = [tuple(map(float, row)) for row in re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", said, re.MULTILINE)]
+    assert all(last < first - 1 for first, last in zip(losses[0], losses[-1]))
+    assert float(re.search(r"one full forward: (\S+)", said).group(1)) < 1e-4
+    assert picture.stat().st_size > 1000
+
+
+def test_cost_of_power_attention(capsys, tmp_path):
+    """The picture needs no GPU; the figures do."""
+    pytest.importorskip("matplotlib")
+    example, figures, picture = import_module("power_attention"), tmp_path / "cost.json", tmp_path / "cost.svg"
+    names, phases = {"power attention": "power_attention", "softmax attention": "SDPA (cuDNN)"}, ("forward", "forward and backward")
+    rows = [dict(T=T, attention=name, phase=phase, ms=T / 1000) for T in (4096, 8192) for name in names for phase in phases]
+    figures.write_text(json.dumps(dict(device="a GPU", names=names, rows=rows)))
+    example.main(["--cost-picture", str(picture), "--from", str(figures)])
+    assert picture.stat().st_size > 1000
+    with pytest.raises(SystemExit, match="2"):
+        example.main(["--cost-picture", str(picture)])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="needs a GPU"):
+            example.main(["--cost"])

@@ -65,7 +65,7 @@ def cupy(monkeypatch):
 
 @pytest.fixture
 def rmm(monkeypatch):
-    """A stand-in for RMM's: a resource of two functions, with streams passed by CUDA's protocol."""
+    """A stand-in for RMM's: a memory resource made of two callbacks, with streams passed by the ``__cuda_stream__`` protocol."""
     state = SimpleNamespace(resource="its own")
 
     class CallbackMemoryResource:
@@ -89,11 +89,11 @@ def test_cupy_allocates_from_the_pool_until_the_end_of_the_block(cupy, blocks):
         assert "allocates from the pool of torch" in repr(pool)
     assert cupy.allocator == "its own"
     cupy.stream = 9
-    cupy.made.free(address)  # arrays may outlive the setting
+    cupy.made.free(address)  # arrays may outlive the shared pool
     assert blocks.freed == [(address, 9)]
 
 
-def test_for_good_and_ended_once(cupy, blocks):
+def test_share_without_a_block_and_close_twice(cupy, blocks):
     pool = sonde.memory.share_pool("cupy")
     assert cupy.allocator == cupy.made.malloc
     pool.close()
@@ -113,7 +113,7 @@ def test_rmm_allocates_from_the_pool(rmm, blocks):
     assert rmm.resource == "its own"
 
 
-def test_what_cannot_be_shared_is_refused(monkeypatch, cupy):
+def test_bad_arguments_and_missing_libraries_are_errors(monkeypatch, cupy):
     with pytest.raises(ValueError, match="library must be 'cupy' or 'rmm'; got 'jax'"):
         sonde.memory.share_pool("jax")
     monkeypatch.setitem(sys.modules, "rmm", None)
@@ -125,7 +125,7 @@ def test_what_cannot_be_shared_is_refused(monkeypatch, cupy):
 
 
 def test_blocks_wait_for_the_streams_that_use_them(monkeypatch):
-    """A stream is recorded on a block only if it is not the one the block was allocated for."""
+    """A stream is recorded on a block only if the block was allocated on another one."""
     entered, recorded, now = [], [], SimpleNamespace(stream=0)
     monkeypatch.setattr(memory, "current_stream", lambda device: now.stream)
     monkeypatch.setattr(memory, "_stream", lambda address, device: address)
@@ -163,12 +163,12 @@ def test_both_libraries_have_one_pool():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
-    """CuPy frees an array that a late kernel on torch's stream still reads; unless the pool knows, the next allocation would
-    overwrite it."""
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, recorded):
+    """CuPy frees an array that a queued kernel on torch's stream still reads. Without ``record_stream`` the next allocation
+    overwrites it."""
     cupy = pytest.importorskip("cupy")
-    if not told:
+    if not recorded:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     work, side = torch.randn(6144, 6144, device="cuda"), torch.cuda.Stream()
     work @ work
@@ -181,10 +181,10 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(monkeypatch, told):
             for _ in range(40):
                 work @ work
             copy = seen.clone()
-            del array, seen  # freed while the copy waits for its turn
+            del array, seen  # freed while the copy is still queued
         other = cupy.full(1 << 22, 2, dtype=cupy.float32)
         torch.cuda.synchronize()
-        assert bool((copy == 1).all()) is told
+        assert bool((copy == 1).all()) is recorded
         assert float(other[0]) == 2
 
 
@@ -204,11 +204,11 @@ def test_rmm_itself():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, told):
-    """As with CuPy: a late kernel on torch's stream reads what RMM has freed on its own stream."""
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, recorded):
+    """As with CuPy: a queued kernel on torch's stream reads memory that RMM has freed on its own stream."""
     rmm = pytest.importorskip("rmm")
-    if not told:
+    if not recorded:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     work, side = torch.randn(6144, 6144, device="cuda"), torch.cuda.Stream()
     work @ work
@@ -226,4 +226,4 @@ def test_rmm_frees_memory_in_use_on_another_stream(monkeypatch, told):
         other = rmm.DeviceBuffer(size=1 << 24)
         torch.as_tensor(other, device="cuda").view(torch.uint8).fill_(2)
         torch.cuda.synchronize()
-        assert bool((copy == 1).all()) is told
+        assert bool((copy == 1).all()) is recorded

@@ -1,8 +1,8 @@
 """One pool of GPU memory for PyTorch and another library.
 
-A library that allocates for itself keeps what was freed, and the other cannot have it. With a shared pool, arrays of CuPy or RMM
-lie in blocks of PyTorch's caching allocator: what one frees the other may have, ``torch.cuda.memory_stats`` counts both, and
-neither asks the driver, which would wait for the device.
+Two caching allocators in one process do not share freed memory: what one caches, the other cannot use. With a shared pool, CuPy or
+RMM allocates from PyTorch's caching allocator instead. Memory freed by one library can be reused by the other,
+``torch.cuda.memory_stats`` counts both, and few allocations reach the CUDA driver, where they would synchronize with the device.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .op.torch_private import current_stream
 
 __all__ = ["SharedPool", "share_pool"]
 
-_cuda: Any = torch.cuda  # whose streams have no annotations
+_cuda: Any = torch.cuda  # as Any, because its streams have no annotations
 
 Library = Literal["cupy", "rmm"]
 
 
 class SharedPool:
-    """What :func:`share_pool` returns: in force until :meth:`close`, or the end of its ``with`` block."""
+    """Returned by :func:`share_pool`. The pool is shared until :meth:`close` is called or the ``with`` block ends."""
 
     def __init__(self, library: Library, restore: Callable[[], None]) -> None:
         self.library, self._restore = library, restore
         self.closed = False
 
     def close(self) -> None:
-        """Give the library back the allocator that it had. Arrays that it allocated meanwhile stay what they are."""
+        """Restore the library's previous allocator. Arrays allocated from the shared pool remain valid."""
         if not self.closed:
             self.closed = True
             self._restore()
@@ -48,47 +48,47 @@ class SharedPool:
 
 
 def share_pool(library: Library) -> SharedPool:
-    """Let CuPy or RMM (and with it cuML and cuDF) allocate from PyTorch's pool: from now on, or inside of a ``with`` block.
+    """Let CuPy or RMM (and with it cuML and cuDF) allocate from PyTorch's pool: from now on, or inside a ``with`` block.
 
     Convention:
-        Memory belongs to the stream on which the library allocates it. When it is freed, what the current streams of both libraries
-        still do with it is waited for, on the device, before anybody gets it again. A kernel on a third stream must be told
-        of, as always: ``Tensor.record_stream``. Neither an allocation nor its end waits for the device.
+        A block is allocated on the library's current stream. After it is freed, it is not reused until the work already queued on
+        that stream and on the current streams of both libraries has finished. If a kernel on any other stream uses the memory,
+        call ``Tensor.record_stream``, as for any tensor. Neither allocating nor freeing waits for the device.
 
     Args:
         library: ``"cupy"`` sets CuPy's allocator; ``"rmm"`` sets RMM's resource of the current device.
 
     Returns:
-        What ends it: use it in a ``with`` statement, or keep it for good.
+        A context manager with a ``close`` method. Ignore it to share the pool until the process ends.
 
     Example:
         >>> import sonde
         >>> with sonde.memory.share_pool("cupy"):  # doctest: +SKIP
-        ...     array = cupy.empty(1 << 20)  # lies in a block of torch's
+        ...     array = cupy.empty(1 << 20)  # allocated by torch
     """
     if library not in _SHARING:
         raise ValueError(f"share_pool: library must be {' or '.join(map(repr, _SHARING))}; got {library!r}")
     try:
         module = import_module(library)
     except ImportError as problem:
-        raise ValueError(f"share_pool: {library} is not installed; install it, or leave its allocations to itself") from problem
+        raise ValueError(f"share_pool: {library} is not installed; install it, or do not call share_pool") from problem
     if not torch.cuda.is_available():
-        raise ValueError("share_pool: there is no GPU whose memory could be shared")
+        raise ValueError("share_pool: there is no GPU, so there is no memory to share")
     return SharedPool(library, _SHARING[library](module))
 
 
 class _Blocks:
-    """Blocks of torch's pool that another library has, by their address."""
+    """Blocks of torch's pool that another library holds, keyed by address."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[torch.Tensor, int, int]] = {}  # what keeps the block, its device, the stream it is for
+        self._held: dict[int, tuple[torch.Tensor, int, int]] = {}  # the tensor that owns the block, its device and stream
         self._device: Callable[[int], torch.device] = cache(lambda index: torch.device("cuda", index))
 
     def allocate(self, size: int, device: int, stream: int) -> int:
-        """A block for work on this stream. The device need not be the current one."""
+        """Allocate a block on this stream and return its address. The device need not be the current one."""
         if size == 0:
             return 0
-        if stream == current_stream(device):  # as nearly always
+        if stream == current_stream(device):  # the usual case, without the cost of switching streams
             block = torch.empty(size, dtype=torch.uint8, device=self._device(device))
         else:
             with torch.cuda.stream(_stream(stream, device)):
@@ -98,9 +98,9 @@ class _Blocks:
         return address
 
     def free(self, address: int, stream: int) -> None:
-        """The library is done with it, but for what its own stream and torch's current one still have to do."""
+        """Free a block that kernels already queued on the library's stream or on torch's current one may still use."""
         found = self._held.pop(address, None)
-        if found is None:  # an allocation of no bytes
+        if found is None:  # 0 bytes were allocated
             return
         block, device, made_for = found
         torchs = current_stream(device)
@@ -111,7 +111,7 @@ class _Blocks:
 
 
 def _stream(address: int, device: int) -> Any:
-    """Another library's stream, as torch has it; 0 is the default one of both."""
+    """torch's object for a CUDA stream of another library; address 0 is the default stream in both."""
     return _cuda.ExternalStream(address, device=device) if address else _cuda.default_stream(device)
 
 
@@ -144,7 +144,7 @@ def _share_with_rmm(rmm: Any) -> Callable[[], None]:
 
 
 def _address(stream: Any) -> int:
-    """By the protocol that CUDA's Python libraries have for streams. 1 is another name of the default one."""
+    """The stream's address, by the ``__cuda_stream__`` protocol. 1 also means the default stream (cudaStreamLegacy)."""
     address = int(stream.__cuda_stream__()[1])
     return 0 if address == 1 else address
 

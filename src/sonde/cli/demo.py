@@ -1,7 +1,8 @@
 """Run every operator on a real workload here, and show its error, speed and memory next to eager PyTorch.
 
-Takes less than a minute on two CPU cores, where each workload is scaled down: pixelSplat's epipolar attention, images at
-random positions for grid_sample, SparseDrive's detection head, the decoder of Deformable-DETR, a point cloud on a grid.
+Takes a minute on two idle CPU cores the first time, when kernels are compiled, then 15 seconds; workloads are scaled down there.
+The workloads are pixelSplat's epipolar attention, images at random positions for grid_sample, SparseDrive's detection head, the
+decoder of Deformable-DETR, a point cloud on a grid, and small products and attention.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def announce_compilation(todo: Sequence[Job]) -> None:
 
     folder = cache_folder()
     if folder is not None and not any(folder.iterdir()):
-        names = ", ".join(job.operator.name for job in todo)
-        print(f"Compiling the CPU kernels of {names}: once for this installation, into {folder}", file=sys.stderr, flush=True)
+        print(f"Compiling the CPU kernels into {folder}: about a minute, once for this installation", file=sys.stderr, flush=True)
 
 
 def show(records: list[dict]) -> None:
+    from ..operators import OPERATORS
     from .bench import number, ratio, times, worst
 
     head = ["\n\noperator", "\n\ncase", "\n\nerror", "forward\nms\nsonde", "\n\neager", "\n\nfaster"]
@@ -88,6 +89,9 @@ def show(records: list[dict]) -> None:
         if not record["correct"]:
             print(f"WRONG: {record['operator']}: {record['wrong']}; no speed-up is reported")
     left_out("demo")
+    power = [name for name, operator in OPERATORS.items() if operator.family == "power"]
+    if any(r["operator"] in power for r in records if r["environment"]["kind"] == "cpu"):
+        print(f"{', '.join(power)} are made for GPUs; on CPUs they are often slower than torch's own routines.")
     print("Error: the largest of the value's and all gradients', relative to the float64 reference, in norm.")
     print("Memory: the peak during forward + backward, inputs not counted.")
     print("Next: sonde bench --backward (real sizes), sonde doctor (what can run here).")

@@ -44,7 +44,7 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=_DEEP, dtype="float16"),
 ]
 
-# coordinates that must neither overflow, nor poison their neighbours, nor read outside
+# coordinates that must not overflow, change other samples, or read outside the image
 HOSTILE = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e7, -1.0, 1.0, 0.0, -1.3, 1.4, 2.0**31]
 
 

@@ -36,7 +36,7 @@ def derivatives(
     wants: Mapping[str, str], given: Mapping[str, Tensor | None], octaves: int = 0, *, dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> Pass:  # fmt: skip
-    """The pass that takes the operands `given` and returns the derivatives of T by those in `wants`: operand → name in a plan.
+    """The pass that computes from `given` the derivatives of T with respect to the operands in `wants`: operand → name in a plan.
 
     A derivative has the layout and dtype of its operand, or `dtype` if that operand is not given. Operands may be meta tensors.
     """
@@ -95,21 +95,21 @@ def derivatives(
 
 
 def layout_of(images: Tensor, samples: int) -> Layout:
-    """How kernels read them, where each image has so many samples: converted, unless those are few or channels come last."""
+    """The layout in which kernels read images with so many samples each: channels-last, unless converting them would cost more."""
     _, C, H, W = images.shape
     if images.permute(0, 2, 3, 1).is_contiguous():
         return "pixels"
-    few = reads_in_place(samples, C) or 16 * samples <= H * W  # not by B: another layout may sum in another order
+    few = reads_in_place(samples, C) or 16 * samples <= H * W  # independent of B: another layout may sum in another order
     return "planes" if few else "padded"
 
 
 def sums_layout(layout: Layout, by_segments: bool) -> Layout:
-    """In which their gradient is summed."""
+    """The layout in which the gradient of the images is accumulated."""
     return "padded" if by_segments and layout == "planes" else layout
 
 
 def stride_of(layout: Layout, C: int, dtype: torch.dtype) -> int:
-    """From pixel to pixel; 1 where each channel is a plane."""
+    """The stride from pixel to pixel; 1 if each channel is a plane."""
     return {"pixels": C, "planes": 1, "padded": pixel_stride(C, dtype.itemsize)}[layout]
 
 
@@ -123,7 +123,7 @@ def as_read(p: Pass, name: str, images: Tensor, layout: Layout) -> str:
 
 
 def gradient_buffer(p: Pass, name: str, images: Tensor, layout: Layout, by_segments: bool, cleared: bool = True) -> str:
-    """A buffer in which the gradient of these images is summed: segments write every element, atomics add."""
+    """The buffer that accumulates the images' gradient; zeroed for atomics, but not for segments, which write every element."""
     wide = p.accumulator
     if layout != "padded":
         like = outline(images.shape, memory_format=memory_format(images, True))

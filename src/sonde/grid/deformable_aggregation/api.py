@@ -47,7 +47,7 @@ _deformable_aggregation = operator(
 
 
 def arguments(features: Any, spatial_shapes: Any, level_starts: Any, locations: Any, weights: Any, outside: Any) -> tuple:
-    """Of the schema, from those of the public function."""
+    """The schema's arguments from those of the public function."""
     if not isinstance(outside, str) or outside not in get_args(Outside):
         raise ValueError(f"{NAME}: outside must be one of {', '.join(map(repr, get_args(Outside)))}; got {outside!r}")
     if isinstance(features, (list, tuple)):
@@ -75,7 +75,7 @@ def deformable_aggregation(
     outside: Outside = "drop",
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Weighted sum of what each anchor's key points see, over points, cameras and levels of their feature pyramids.
+    r"""Weighted sum of the features sampled at each anchor's key points, over points, cameras and pyramid levels.
 
     $$\mathrm{out}_{bac} = \sum_{p,m,l} \mathrm{weights}_{bapml\,g(c)}\;
       \mathrm{tap}(\mathrm{features}_{bc}\text{ of camera } m\text{, level } l,\;\mathrm{locations}_{bapm}),
@@ -84,14 +84,14 @@ def deformable_aggregation(
     Convention:
         Features are rows of channels, camera by camera, level by level, pixel by pixel (row-major), as
         :func:`feature_maps_format` lays them out. Locations are (u, v) in [0, 1], v along the rows of pixels: x = u·W − ½,
-        y = v·H − ½. A corner outside its level counts as zero. ``outside="drop"`` leaves a sample out whole where u or v is ≤ 0
+        y = v·H − ½. A corner outside its level counts as zero. ``outside="drop"`` drops a sample if u or v is ≤ 0
         or ≥ 1, as the CUDA extensions of SparseDrive and Sparse4D do; ``"zeros"`` pads with zeros, as
-        ``grid_sample`` and the models' own fallback do: they differ within half a pixel of the edges. A sample with a non-finite
+        ``grid_sample`` and the models' own fallback do. They differ within half a pixel of the edges. A sample with a non-finite
         location contributes nothing, whatever its weight.
 
-        Levels that the host knows (tuples, lists, CPU tensors) are checked. Tensors on a GPU are not looked into, so nothing
-        waits for the device: whatever they say, nothing outside the features is read. Under ``torch.compile`` tensors stay
-        tensors, tuples are sizes of the graph.
+        Levels known on the host (tuples, lists, CPU tensors) are checked. Those in GPU tensors are not, since that would wait for
+        the device; whatever they contain, nothing outside the features is read. Under ``torch.compile``, tensors remain inputs of
+        the graph, and tuples become its sizes.
 
         Features, locations and weights may differ in dtype and have any strides. Sums run in float32, or in float64 if an operand
         is float64. All three have gradients: the first derivative is fused, higher ones and forward mode go through the
@@ -102,8 +102,8 @@ def deformable_aggregation(
         features: ``[B, S, C]`` with S the sum of H·W over all cameras and levels; or a list of maps ``[B, cams, C, H, W]``, one
             for each level, then without `spatial_shapes` and `level_starts`.
         spatial_shapes: Height and width of every level, ``[cams, L, 2]``.
-        level_starts: The first row of every level, ``[cams, L]``; None is the running sum of shapes that the host knows:
-            of no tensors on a GPU or under ``torch.compile``.
+        level_starts: The first row of every level, ``[cams, L]``; None computes it from the shapes, which
+            must then be known on the host: not a tensor on a GPU or under ``torch.compile``.
         locations: Where each key point is in each camera's image, ``[B, A, P, cams, 2]``.
         weights: ``[B, A, P, cams, L, G]``; the C channels are cut into G equal groups.
         outside: ``"drop"`` or ``"zeros"``.

@@ -1,4 +1,4 @@
-"""What the kernels of ``deformable_aggregation`` are told: which problem a launch solves, and in which of many configurations."""
+"""The kernels of ``deformable_aggregation``: the problem a launch solves, its configurations, and its grid and arguments."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._device.long_sums import MANY as ADDITIONS
 from .._pyramid.gpu_levels import block_of
 
-BLOCK_N = 128  # samples that are looked at together
-REGISTERS = 255  # of a thread, all that it needs, where a tile has no more than two groups; with more it has them anyhow
-MANY = 32768  # programs that are more than a few times what a device has at one time
+BLOCK_N = 128  # samples tested together for being inside an image
+REGISTERS = 255  # limit per thread for tiles of one or two groups; larger tiles need no limit
+MANY = 32768  # programs: several times as many as run on a device at once
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how."""
+    """What a launch computes; ``Config`` and ``Cells`` say how."""
 
     B: int
     S: int
     A: int
-    N: int  # samples of an anchor
+    N: int  # samples per anchor
     cams: int
     L: int
     C: int
     G: int
-    row: int  # of the features, from pixel to pixel
-    batch: int  # from image to image
-    vector: int  # which is a multiple of this
-    itemsize: int  # of a feature
-    slices: int  # of an anchor's samples; their sums are added up later
+    row: int  # stride of the features from pixel to pixel
+    batch: int  # stride from image to image
+    vector: int  # the batch stride is a multiple of this
+    itemsize: int  # bytes of a feature
+    slices: int  # parts of an anchor's samples, one program each; their sums are added by another kernel
     drop: bool
     table: bool
     mask: bool
     wide: torch.dtype
-    int64: bool  # offsets
+    int64: bool  # 64-bit offsets
     gradients: bool
-    adds: bool  # the features' among them, which is added up in whatever order
+    adds: bool  # computes the gradient of the features, by atomics in no fixed order
 
 
 class Config(NamedTuple):
-    """Of the value's kernel."""
+    """A configuration of the forward kernel."""
 
-    rows: int  # samples that are in flight together
-    tiles: int  # of channels that a program has
-    unroll: int  # levels that are in flight together
+    rows: int  # samples processed together
+    tiles: int  # channel tiles per program
+    unroll: int  # levels processed together
     num_warps: int
 
 
 class Cells(NamedTuple):
-    """Of the gradients' kernel."""
+    """A configuration of the gradients' kernel."""
 
-    points: int  # of a program, at most; twice as many where programs would be very many
-    groups: int  # that a tile has
+    points: int  # per program; doubled if there would be very many programs
+    groups: int  # per tile
     num_warps: int
 
 
 def slices_of(A: int, N: int, programs: int = 1024, least: int = 96) -> int:
-    """Into how many an anchor's samples are cut, where anchors are few; whatever the batch: it decides the order of a sum.
+    """Into how many slices an anchor's samples are cut, so that a few anchors make about `programs` programs.
 
-    `programs` keep any device busy, and so many samples at `least` are worth one.
+    A slice has at least `least` samples. The batch size must not matter, since the slices decide the order of a sum.
     """
     return max(1, min(cdiv(programs, max(1, A)), N // least))
 
@@ -80,14 +80,14 @@ def _tiles(p: Problem) -> int:
 
 
 def default_config(p: Problem) -> Config:
-    """One warp whose threads have one access each, of 16 bytes, and sixteen sums."""
+    """One warp; each thread loads 16 bytes at a time and has sixteen accumulators."""
     vector = vector_of(16 // p.itemsize, p.row, _group(p), _block_c(p))
     tiles = max(1, min(16 // vector, 8, _tiles(p)))
     return Config(32 * vector // _block_c(p), tiles, 2 if vector > 4 else 1, 1)
 
 
 def candidate_configs(p: Problem) -> list[Config]:
-    """The default, then others, those nearest to it first."""
+    """The default, then the others, those that differ least first."""
     default, block_c = default_config(p), _block_c(p)
     found = {default: 0}
     tiles = sorted({1, 2, 4, 8} & set(range(1, max(1, _tiles(p)) + 1)))
@@ -108,7 +108,7 @@ def launch(p: Problem, config: Config) -> Launch:
     tiles = _tiles(p)
     grid = (p.B * p.A * p.slices, cdiv(tiles, config.tiles), 1)
     block_n = min(BLOCK_N, power_of_2(max(config.rows, cdiv(p.N, p.slices))))
-    # half as many again as elsewhere: so many have the few anchors of a map, most of whose samples see nothing
+    # 1.5 times the usual limit: a map's few anchors have that many samples, most of them outside every image
     long = cdiv(p.N, p.slices) * p.L > 3 * ADDITIONS.value // 2 * config.rows
     tile = (config.rows, block_n, _block_c(p), tiles // max(1, p.G), config.tiles, config.unroll, long)
     return Launch(grid, (p.S, p.A, p.N, p.slices, p.batch), (*_constants(p), *tile), config.num_warps)
@@ -120,23 +120,23 @@ def _constants(p: Problem) -> tuple:
 
 
 def _types(p: Problem) -> tuple:
-    """Of sums and of offsets."""
+    """The dtypes of accumulators and offsets."""
     return accumulator(p.wide), tl.int64 if p.int64 else tl.int32
 
 
 def _most_groups(p: Problem) -> int:
-    """Of a tile; more than one only if groups and their number are powers of two, and no more than a warp has registers for."""
+    """The most groups per tile that a warp has registers for; 1 unless G and the groups' size are powers of two."""
     whole = _group(p) == power_of_2(_group(p)) and power_of_2(p.G) == p.G
     return max(1, min(p.G, 256 // _group(p), 128 // p.wide.itemsize)) if whole else 1
 
 
 def default_cells(p: Problem) -> Cells:
-    """One warp with all groups; more for a wide group."""
+    """One warp with as many groups as fit; more warps for a wide group."""
     return Cells(4, _most_groups(p), max(1, min(16, power_of_2(_group(p)) * p.wide.itemsize // 1024)))
 
 
 def candidate_cells(p: Problem) -> list[Cells]:
-    """The default, then others, those nearest to it first."""
+    """The default, then the others, those that differ least first."""
     default = default_cells(p)
     groups = sorted({default.groups, max(1, default.groups // 2), 1})
     found = {default: 0}
@@ -146,14 +146,14 @@ def candidate_cells(p: Problem) -> list[Cells]:
 
 
 def fits_cells(p: Problem, config: Cells) -> bool:
-    """Points, at least four, and warps are powers of two, tiles have whole groups, and are not larger than the default's."""
+    """Points (4 to 16) and warps are powers of two; tiles hold whole groups and are no larger than the default's."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.points, config.num_warps))
     groups = 0 < config.groups <= _most_groups(p) and _most_groups(p) % config.groups == 0
     return powers and groups and 4 <= config.points <= 16 and config.num_warps >= default_cells(p).num_warps
 
 
 def launch_cells(p: Problem, config: Cells) -> Launch:
-    """The batch has a say only where additions come in whatever order: a tile of another size may be rounded otherwise."""
+    """The batch size may change the tiles only if sums have no fixed order anyway: another tile rounds differently."""
     points, padded = config.points, power_of_2(_group(p))
     parts = max(1, cdiv(p.N // p.cams, points))
     programs = (p.B if p.adds else 1) * p.A * p.cams * parts

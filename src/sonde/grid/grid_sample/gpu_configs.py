@@ -1,4 +1,4 @@
-"""What the kernels of ``grid_sample`` are told: which problem a launch solves, and in which of many configurations."""
+"""The kernels of ``grid_sample``: the problem a launch solves, its configurations, and its grid and arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._device.axes import MODES, PADDINGS, TAPS
 from .._device.fixed_point import FLOAT, digits
 
-ENOUGH = 2048  # programs that keep any device busy
+ENOUGH = 2048  # programs, enough to keep any device busy
 
 
 class Problem(NamedTuple):
-    """What a launch computes, apart from how. Layouts are told twice: as far as they decide anything, and stride by stride."""
+    """What a launch computes; ``Config`` says how. `last` to `out_vector` summarise the layouts, `of_*` are all strides."""
 
     mode: int
     padding: int
@@ -26,25 +26,25 @@ class Problem(NamedTuple):
     dim: int
     C: int
     wide: torch.dtype
-    wants_input: bool  # gradients
+    wants_input: bool  # compute this gradient
     wants_grid: bool
-    last: bool  # channels are neighbours in everything that is read or written of the input's shape
-    vector: int  # all other strides of those are multiples of this, and so is C
-    out: str  # what are neighbours in the result: "channels", "points" or "other"
+    last: bool  # the input and its gradient are channels-last
+    vector: int  # if so, C and all their other strides are multiples of this; else 1
+    out: str  # the contiguous dimension of the result: "channels", "points" or "other"
     out_vector: int
-    int64: bool  # offsets
-    stage: int  # of sums in fixed point
+    int64: bool  # 64-bit offsets
+    stage: int  # of fixed-point accumulation
     points: int
     Z: int
     H: int
     W: int
     B: int
-    inputs: int  # batches of the operands
+    inputs: int  # batch sizes of input and grid
     grids: int
     of_input: tuple[int, ...]  # strides: b, c, z, y, x
     of_grid: tuple[int, ...]  # b, point, coordinate
-    of_out: tuple[int, ...]  # b, c, point; of the result or its gradient
-    of_gradient: tuple[int, ...]  # as those of the input
+    of_out: tuple[int, ...]  # b, c, point of the result, or of its gradient
+    of_gradient: tuple[int, ...]  # as of_input
 
 
 SIZES = ("points", "Z", "H", "W")
@@ -56,7 +56,7 @@ def problem(
     of_input: Sequence[int] | None = None, of_gradient: Sequence[int] | None = None, wants_grid: bool = False, int64: bool = False,
     stage: int = FLOAT,
 ) -> Problem:  # fmt: skip
-    """Of an input of this shape and a grid ``[B, points, coordinates]``; what has no strides takes no part."""
+    """The problem of an input of this shape and a grid ``[B, points, coordinates]``; strides of unused tensors are None."""
     (n, C, *size), (grids, points, dim) = shape, flat.shape
     B, most, (Z, H, W) = max(n, grids) if n and grids else 0, 16 // itemsize, (1, *size)[-3:]
     strides = [s for s in (of_input, of_gradient) if s is not None]
@@ -64,7 +64,7 @@ def problem(
     spans += [C * of_out[1] + points * of_out[2], points * flat.stride(1) + dim * flat.stride(2)]
     last = C > 1 and all(of[1] == 1 for of in strides)
     vector = vector_of(most, C, *[s for of in strides for s in (of[0], *of[2:])]) if last else 1
-    last = last and (vector > 1 or C >= 8)  # a few channels that no vector holds are read one by one, a pixel in each thread
+    last = last and (vector > 1 or C >= 8)  # a few channels that fill no vector are read one by one, one pixel per thread
     out = "channels" if of_out[1] == 1 and C > 1 else "points" if of_out[2] == 1 else "other"
     along = dict(channels=(C, of_out[2]), points=(points, of_out[1]), other=(1,))[out]
     five = [(0,) * 5 if of is None else (*of[:2], *(0,) * (3 - dim), *of[2:]) for of in (of_input, of_gradient)]
@@ -94,19 +94,19 @@ def gradients_config(p: Problem) -> Config:
 
 
 def _config(p: Problem, each: int) -> Config:
-    """Where channels are neighbours, a thread has `each` elements of a few pixels; elsewhere one pixel, channel by channel.
+    """Channels-last: a thread holds `each` elements of a few pixels. Otherwise: one pixel, channel by channel.
 
-    What decides the order of a sum over channels depends on the points of a grid, never on how many grids there are.
+    The order of a sum over channels may depend on the number of points of a grid, never on the number of grids.
     """
     C, taps, warps = max(1, p.C), TAPS[p.mode] ** p.dim, 4
-    if p.last and p.stage:  # integers are added one by one: threads side by side have channels side by side
+    if p.last and p.stage:  # atomics of single integers: adjacent threads hold adjacent channels
         block_c, warps, tiles = min(32, power_of_2(C)), 8, 1
         block_p = 32 * warps // block_c
     elif p.last:
         block_c = min(64 if p.vector <= 4 else 128, power_of_2(C))
         block_p, tiles = max(1, 32 * warps * each // block_c), 1
     else:
-        # few pixels: several threads share one, and its sum over channels
+        # if there are few pixels, several threads share one and its sum over channels
         few = ENOUGH * 32 // max(1, p.points)
         block_c = max(1, min(8, power_of_2(C) // 4, power_of_2(few))) if p.wants_grid else 1
         block_p, tiles = 32 * warps // block_c, min(power_of_2(cdiv(C, block_c)), 4 if taps <= 4 else 1)
@@ -143,14 +143,14 @@ def candidate_configs(default: Config, p: Problem) -> list[Config]:
 
 
 def fits(p: Problem, config: Config) -> bool:
-    """Blocks are powers of two and fit into registers; a sum over channels is one program's."""
+    """Blocks are powers of two and fit into registers; a sum over channels stays in one program."""
     powers = all(n > 0 and n & (n - 1) == 0 for n in (config.block_p, config.block_c, config.num_warps))
     small = config.block_p * config.block_c <= 32 * 32 * config.num_warps and 0 < config.tiles <= 16
     return powers and small and config.chunk > 0 and (config.chunk >= p.C or not p.wants_grid)
 
 
 def units(p: Problem) -> int:
-    """Binary digits of sums in fixed point, behind the point: an input's pixel has a term of each sample at most."""
+    """Fractional bits of fixed-point sums, so that they cannot overflow: a pixel receives at most one term per sample."""
     return digits(p.points * (p.B // max(1, p.inputs)))
 
 
