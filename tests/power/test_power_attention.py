@@ -188,19 +188,15 @@ def test_kernels_continue_a_state(triton_target):
 
 
 @pytest.mark.parametrize(("T", "chunk", "slices"), [(200, 200, 0), (210, 130, 1)])
-@pytest.mark.parametrize(
-    ("shut", "dtype"),
-    [((), torch.float32), ((), torch.bfloat16), pytest.param((70, 150), torch.float32, marks=OVERFLOWS)],
-    ids=["open", "half", "shut"],
-)
-def test_gates_of_whole_blocks(triton_target, T, chunk, slices, shut, dtype):
+@pytest.mark.parametrize("shut", [(), pytest.param((70, 150), marks=OVERFLOWS)], ids=["open", "shut"])
+def test_gates_of_whole_blocks(triton_target, T, chunk, slices, shut):
     """Blocks of keys that all queries of a tile see take their gates from a table, also where a gate in them is shut."""
     from sonde.power.power_attention.gpu_configs import BLOCK, Config
 
     config = Config(64, 32, slices, 4, 1)
     assert config.block_m % BLOCK == 0
     assert BLOCK % config.block_n == 0
-    inputs = made(1, T, 2, 1, 16, 16, dtype=dtype, device=triton_target.device, decay=0.05)
+    inputs = made(1, T, 2, 1, 16, 16, dtype=torch.float32, device=triton_target.device, decay=0.05)
     with torch.no_grad():
         inputs[3][:, list(shut)] = -200.0
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -208,7 +204,7 @@ def test_gates_of_whole_blocks(triton_target, T, chunk, slices, shut, dtype):
     with sonde.jit.settings.set(PickFixed(config)):
         out = power_attention(*inputs, chunk_size=chunk, impl=triton_target)
         found = gradients(out, inputs)
-    assert_close([out, *found], [want, *gradients(want, exact)], 1e-4 if dtype is torch.float32 else 3e-2)
+    assert_close([out, *found], [want, *gradients(want, exact)], 1e-4)
 
 
 # ---- edges ----------------------------------------------------------------------------------------------------------------
@@ -234,8 +230,9 @@ def test_without_weights_there_is_nothing(impl, why, chunk):
         elif why == "disjoint":
             q[..., 3:], k[..., :3] = 0, 0
         elif "rounding" in why:  # keys at right angles to all queries, as exactly as float32 has them
-            q[:] = torch.nn.functional.normalize(q[0, 0, 0], dim=0)
-            k -= (k.double() @ q[0, 0, 0].double())[..., None].float() * q[0, 0, 0]
+            plane = torch.linalg.qr(q[0, :4, 0].double().T).Q
+            plane = plane @ plane.T
+            q[:], k[:] = q.double() @ plane, k.double() - k.double() @ plane
             k[:, 8 if why == "earlier rounding" else 20 :] = 0
     inputs = leaves(q, k, v, gate, device=impl.device)
     out = power_attention(*inputs, scale=0.0 if why == "scale" else None, chunk_size=chunk, impl=impl)
