@@ -265,8 +265,8 @@ class Flows(NamedTuple):
 
 
 def _before(x: Tensor) -> Tensor:
-    """Sums over what comes before each place of the last dimension."""
-    return torch.nn.functional.pad(x[..., :-1].cumsum(-1), (1, 0))
+    """Sums over what comes before each place of the last dimension; not finite where that place is not, as in the reference."""
+    return x.cumsum(-1) - x
 
 
 def _from(x: Tensor) -> Tensor:
