@@ -65,6 +65,9 @@ def test_rows_far_from_zero(impl, level):
     out, lse = attention(q, k, v, scale=1.0, return_lse=True, impl=impl)
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
     assert (lse - level).abs().max() < 50
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    found = gradients(attention(*inputs, scale=1.0, impl=impl), inputs)
+    torch.testing.assert_close(found, gradients(sdpa(*inputs, scale=1.0), inputs), rtol=1e-9, atol=1e-8)  # sums of terms of 1e4
     narrow = attention(*(x.float() for x in (q, k, v)), scale=1.0, impl=impl)
     assert narrow.isfinite().all()
     torch.testing.assert_close(narrow.double(), want, rtol=1e-2, atol=1e-2)  # float32 resolves such logits to 1e-3

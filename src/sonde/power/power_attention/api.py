@@ -162,7 +162,8 @@ def power_attention(
             CPUs; on GPUs nobody looks, since that would wait for the device, and weights may overflow.
         power: 2 or 4.
         scale: σ, $d^{-1/2}$ unless given. It changes no result, unless it is 0, which makes all of them 0.
-        chunk_size: Tokens in a chunk; chosen by length unless given.
+        chunk_size: Tokens in a chunk; chosen by length unless given. With ``power=4`` and d above 32 it is ignored: states between
+            chunks would be too large, so there is one chunk, and the cost is quadratic in T.
         state: What an earlier call returned. With ``power=4`` only up to d = 32, since D would grow too large.
         return_state: Whether the state after the last token is returned too.
         impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.

@@ -184,7 +184,7 @@ def backward_pass(
     p = CpuPass(wide, dict(d_out=d_out, d_S=d_S, d_z=d_z, **inputs, norms=norms, **plain, **saved))
     (_, T, _, d), e = q.shape, v.shape[3]
     size = rows_of_chunk(T, d, e, power, chunk_size)
-    basis, several = Basis(d, power, default_tile(d), True), size < T
+    basis, several, gated = Basis(d, power, default_tile(d), True), size < T, needs[3] and log_gate is not None
     wanted = [(name, t.shape, t.dtype) for (name, t), need in zip(inputs.items(), needs) if need and t is not None]
 
     def run(
@@ -200,7 +200,7 @@ def backward_pass(
             incoming, rate = g[b, these], rates.detach()[b, :, these].mT
             shifts = -(incoming * o[b, these]).sum(-1) * rate  # derivatives by the sums of weights
             d_x, d_k, d_v = (torch.zeros_like(t) for t in head[:3])
-            gains = torch.zeros(T, dtype=torch.float64)  # Σ w ∂w of each key, less that of the queries of the same token
+            flows = Flows.zeros(T) if gated else None
             later = [d_S.detach()[b, i].to(wide), d_z.detach()[b, i].to(wide)] if return_state else None
             chunks = _chunks(head, size)
             for n, chunk in reversed(list(enumerate(chunks))):
@@ -210,23 +210,21 @@ def backward_pass(
                 elif S is not None and z is not None:
                     past = [t.detach()[b, i].to(wide) for t in (S, z)]
                 for rows in _blocks(chunk.rows.stop - chunk.rows.start):
-                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v), gains)
+                    _within(head, chunk, rows, power, (incoming, rate, shifts), (d_x, d_k, d_v), flows)
                 if later is not None:
-                    _of_keys(head, chunk, later, basis, d_k, d_v, gains)
-                flow = 0.0  # Σ w ∂w of the keys before the chunk and the queries in it or after
-                if past is not None:
-                    made = _of_queries(head, chunk, past, basis, (incoming, rate, shifts), d_x, gains)
-                    later = made if later is None else [x + y * chunk.whole for x, y in zip(made, later)]
-                    flow = sum((x * y).sum(dtype=torch.float64).item() for x, y in zip(later, past))
-                elif later is not None:
+                    _of_keys(head, chunk, later, basis, d_k, d_v, flows)
                     later = [y * chunk.whole for y in later]
-                if log_gate is not None:  # a gate scales the weights of all keys before it and queries from it on
-                    added = gains[chunk.rows]
-                    found["log_gate"][b, chunk.rows, i] = (flow + added.cumsum(0) - added).to(wide)
+                if flows is not None and later is not None and past is not None:
+                    flows.gates[chunk.rows] += sum((x * y).sum(dtype=torch.float64) for x, y in zip(later, past))
+                if past is not None:
+                    made = _of_queries(head, chunk, past, basis, (incoming, rate, shifts), d_x, flows)
+                    later = made if later is None else [x + y for x, y in zip(made, later)]
+                if flows is not None:
+                    found["log_gate"][b, chunk.rows, i] = flows.through(chunk.rows).to(wide)
             found["q"][b, :, these], found["k"][b, :, i], found["v"][b, :, i] = d_x.transpose(0, 1), d_k, d_v
             if S is not None and later is not None:
                 found["S"][b, i], found["z"][b, i] = later
-        if log_gate is not None:
+        if gated and log_gate is not None:
             found["log_gate"].masked_fill_(log_gate < LEAST_GATE, 0)
         return tuple(found[name].to(dtype) for name, _, dtype in wanted)
 
@@ -239,18 +237,56 @@ def backward_pass(
     return p.returns(*made)
 
 
+class Flows(NamedTuple):
+    """Parts of the gates' gradients, in float64.
+
+    A gate scales the weights w_ij of the keys j before it and the queries i from it on, so its gradient is the sum of w_ij ∂w_ij
+    over these pairs. Only they are added: differences of longer sums would lose digits, and spread what is not finite.
+    """
+
+    gates: Tensor  # [T], the sums over pairs within the chunk, and over pairs before and after it
+    keys: Tensor  # [T], Σ w ∂w of each key with all queries after its chunk
+    queries: Tensor  # [T], of each query with all keys before its chunk
+
+    @classmethod
+    def zeros(cls, T: int) -> Flows:
+        return cls(*torch.zeros(3, T, dtype=torch.float64))
+
+    def within(self, rows: slice, block: slice, change: Tensor) -> None:
+        """Add w ∂w, [R, n], of the queries of a block of a chunk's rows, and the n keys up to the last of them."""
+        begin, gates = block.start, self.gates[rows]
+        earlier, own = change[:, :begin], change[:, begin:]
+        gates[:begin] += _before(earlier.sum(0, dtype=torch.float64))
+        gates[block] += _from(earlier.sum(1, dtype=torch.float64)) + _before(own.double()).tril().sum(0)
+
+    def through(self, rows: slice) -> Tensor:
+        """The gradients of a chunk's gates."""
+        return self.gates[rows] + _before(self.keys[rows]) + _from(self.queries[rows])
+
+
+def _before(x: Tensor) -> Tensor:
+    """Sums over what comes before each place of the last dimension; not finite where that place is not, as in the reference."""
+    return x.cumsum(-1) - x
+
+
+def _from(x: Tensor) -> Tensor:
+    """Sums over what comes at each place or after it."""
+    return x.flip(0).cumsum(0).flip(0)
+
+
 Gradients = tuple[Tensor, Tensor, Tensor]  # ∂out [groups, T, e]; one over the sums of weights, and the sums' gradients, [groups, T]
 
 
-def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: Gradients, gains: Tensor) -> None:
+def _within(
+    head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients, made: Gradients, flows: Flows | None
+) -> None:  # fmt: skip
     """Add the gradients through the weights of some rows of a chunk."""
     (incoming, rate, shifts), (d_x, d_k, d_v) = (t[:, chunk.rows][:, rows] for t in given), made
     x, seen = head.x[:, chunk.rows][:, rows], slice(chunk.rows.start, chunk.rows.start + rows.stop)
     weights, slopes = _weights(x, head.k[seen], power, chunk.decays(rows))
     toward = torch.matmul(incoming, head.v[seen].mT) * rate[..., None] + shifts[..., None]
-    change = torch.where(weights == 0, 0, weights * toward).sum(0)
-    gains[seen] += change.sum(0)
-    gains[chunk.rows][rows] -= change.sum(1)
+    if flows is not None:
+        flows.within(chunk.rows, rows, torch.where(weights == 0, 0, weights * toward).sum(0))
     slopes = torch.where(slopes == 0, 0, slopes * toward)
     d_x[:, chunk.rows][:, rows] += torch.matmul(slopes, head.k[seen])
     d_k[seen] += torch.matmul(slopes.mT, x).sum(0)
@@ -258,7 +294,7 @@ def _within(head: Head, chunk: Chunk, rows: slice, power: int, given: Gradients,
 
 
 def _of_queries(
-    head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, given: Gradients, d_x: Tensor, gains: Tensor
+    head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, given: Gradients, d_x: Tensor, flows: Flows | None
 ) -> list[Tensor]:
     """Add the queries' gradients through the state before a chunk; returns the gradients of that state."""
     incoming, rate, shifts = (t[:, chunk.rows] for t in given)
@@ -269,14 +305,17 @@ def _of_queries(
             d_phi = rows_of[rows] @ past[0].mT + numbers[rows, None] * past[1]
             d_queries = basis.gradient(d_phi, x[rows])
             d_x[g, chunk.rows][rows] += d_queries
-            gains[chunk.rows][rows] -= (x[rows] * d_queries).sum(-1) / basis.power  # by Euler's theorem
+            if flows is not None:
+                flows.queries[chunk.rows][rows] += (x[rows] * d_queries).sum(-1) / basis.power  # by Euler's theorem
             phi = basis.phi(x[rows])
             made[0].addmm_(phi.mT, rows_of[rows])
             made[1].addmv_(phi.mT, numbers[rows])
     return made
 
 
-def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, gains: Tensor) -> None:
+def _of_keys(
+    head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, flows: Flows | None
+) -> None:  # fmt: skip
     """Add the gradients of keys and values through the state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]
     for rows in basis.blocks(len(keys)):
@@ -284,7 +323,8 @@ def _of_keys(head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: T
         d_phi = (values[rows] @ later[0].mT + later[1]) * until
         d_keys = basis.gradient(d_phi, keys[rows])
         d_k[chunk.rows][rows] += d_keys
-        gains[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power
+        if flows is not None:
+            flows.keys[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power
         d_v[chunk.rows][rows] += basis.phi(keys[rows]) @ later[0] * until
 
 

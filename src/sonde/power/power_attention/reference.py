@@ -90,11 +90,13 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) -> int:
-    """The rows of a chunk: all of them for sequences so short that the quadratic form costs less."""
+    """The rows of a chunk: all of them where states would be too large, and where the quadratic form costs less."""
+    if power > 2 and d > WIDEST_STATE:
+        return max(1, T)
     if chunk_size is not None:
         return max(1, min(int(chunk_size), T)) if T > 0 else 1
     D = dimension(d, power, default_tile(d))
-    if (power > 2 and d > WIDEST_STATE) or T <= 2 * CHUNK or T * (d + e) <= 6 * D * e:
+    if T <= 2 * CHUNK or T * (d + e) <= 6 * D * e:
         return max(1, T)
     return CHUNK
 
