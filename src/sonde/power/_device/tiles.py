@@ -40,20 +40,29 @@ def grouped(program, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
-    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside."""
-    column = tl.arange(0, BLOCK)[None, :]
-    if WIDTH == BLOCK:
-        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None], other=0).to(COMMON)
+def load(at, inside):
+    """A fragment, with zeros where it is not `inside`; None: it is everywhere."""
+    if inside is None:
+        return tl.load(at)
     else:
-        return tl.load(slab + row[:, None] * row_step + column, mask=(row < rows)[:, None] & (column < WIDTH), other=0).to(COMMON)
+        return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
+    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside. None for `rows`: all of them are inside."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = None if rows is None else (row < rows)[:, None]
+    if WIDTH < BLOCK:
+        inside = column < WIDTH if inside is None else inside & (column < WIDTH)
+    return load(slab + row[:, None] * row_step + column, inside).to(COMMON)
 
 
 @triton.jit
 def load_columns(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
     """The same, transposed: [WIDTH, rows]."""
     column = tl.arange(0, BLOCK)[:, None]
-    if WIDTH == BLOCK:
-        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :], other=0).to(COMMON)
-    else:
-        return tl.load(slab + row[None, :] * row_step + column, mask=(row < rows)[None, :] & (column < WIDTH), other=0).to(COMMON)
+    inside = None if rows is None else (row < rows)[None, :]
+    if WIDTH < BLOCK:
+        inside = column < WIDTH if inside is None else inside & (column < WIDTH)
+    return load(slab + row[None, :] * row_step + column, inside).to(COMMON)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.powers import choose, exact, outer_columns, outer_rows, power_columns
 from .._device.product import landed
-from .._device.tiles import multiple, places, step
+from .._device.tiles import load, multiple, places, step
 
 STRIDES = ["x_batch", "x_row", "x_column", "y_batch", "y_row", "y_column", "z_batch", "z_row", "z_column"]
 SIZES = ["R", "N", *STRIDES]
@@ -59,9 +59,8 @@ def add_pair(
 ):
     """Add the product of φ's tile (s, t), s ≤ t, without its root; `x` points to the rows' first pieces."""
     first = (s * n - s * (s - 1) // 2 + t - s) * (T * T)
-    u = tl.load(x + s * T * x_step, mask=in_rows, other=0).to(COMMON)
-    v = tl.load(x + t * T * x_step, mask=in_rows, other=0).to(COMMON)
-    below = tl.load(y + first * y_step, mask=in_columns, other=0).to(COMMON)
+    u, v = load(x + s * T * x_step, in_rows).to(COMMON), load(x + t * T * x_step, in_rows).to(COMMON)
+    below = load(y + first * y_step, in_columns).to(COMMON)
     return tl.dot(outer_rows(u, v), below, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
@@ -119,8 +118,9 @@ def _times(
         x_rows += tl.arange(0, T)[None, :] * x_step
         y_columns += places(0, SPAN, OFFSET)[:, None] * y_step
         s, t = 0, 1
-        for _ in range(n * (n - 1) // 2):
+        for pair in range(n * (n - 1) // 2):
             total = add_pair(total, x_rows, y_columns, s, t, n, x_step, y_step, in_rows, in_columns, T, COMMON, PRECISION)
+            total = landed(total, pair)
             last = t == n - 1
             s = tl.where(last, s + 1, s)
             t = tl.where(last, s + 1, t + 1)
@@ -128,12 +128,13 @@ def _times(
             total *= 1.4142135623730951
         for s in range(n):
             total = add_pair(total, x_rows, y_columns, s, s, n, x_step, y_step, in_rows, in_columns, T, COMMON, PRECISION)
+            total = landed(total, s)
     else:
         for first in range(0, D, BD):
             k = first + tl.arange(0, BD)
             phi = power_columns(x_rows, x_step, k[None, :], in_rows & (k < D)[None, :], tiles, roots, P, T, SPAN, SCALED, ACC)
             below = tl.load(y_columns + k[:, None].to(OFFSET) * y_step, mask=in_columns & (k < D)[:, None], other=0).to(COMMON)
-            total = tl.dot(phi.to(COMMON), below, total, input_precision=PRECISION, out_dtype=ACC)
+            total = landed(tl.dot(phi.to(COMMON), below, total, input_precision=PRECISION, out_dtype=ACC), first)
     total = total * exact(alpha, alpha_low, ACC)
     inside = in_rows & in_columns
     if z is not None:

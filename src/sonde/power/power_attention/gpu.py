@@ -175,7 +175,7 @@ def _folded(
     made = p.buffer(f"states of {name}", (n.B, n.h, count, n.D, n.e), wide)
     moments = p.buffer(f"moments of {name}", (n.B, n.h, count, n.D), wide)
     fold = gpu_launches.fold_of(n, x_strides, y_strides, members, skipped, count)
-    p.launch(gpu_launches.fold, fold, [x, y, factors, basis(p, n.d // n.tile, 2)[0], made])
+    p.launch(gpu_launches.fold, fold, [x, y, factors, made])
     p.start(gpu_launches.moments, [x, shares, moments], gpu_launches.launch_moments(fold))
     return [made, moments]
 

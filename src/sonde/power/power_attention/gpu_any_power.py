@@ -23,7 +23,7 @@ def _chunked(t: Tensor, n: Problem, wide: torch.dtype) -> Tensor:
     B, T, heads, x = t.shape
     padded = torch.nn.functional.pad(t.to(wide), (0, 0, 0, 0, 0, n.chunks * n.C - T))
     parts = padded.view(B, n.chunks, n.C, n.h, heads // n.h, x).permute(0, 3, 1, 4, 2, 5)
-    return parts.reshape(B * n.h * n.chunks, heads // n.h * n.C, x)
+    return parts.reshape(B * n.h * n.chunks, heads // n.h * n.C, x).contiguous()  # kernels expect rows without gaps
 
 
 def _joined(t: Tensor, n: Problem) -> Tensor:

@@ -92,11 +92,6 @@ class Fold(NamedTuple):
     def half(self) -> bool:
         return self.common.itemsize == 2
 
-    @property
-    def tiles(self) -> int:
-        """Of φ."""
-        return self.D // self.tile**2
-
 
 class Past(NamedTuple):
     """Rows that go through states: queries, or keys on the way back."""
@@ -140,7 +135,7 @@ class Past(NamedTuple):
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
     block_n: int  # rows that it reads at a time; of a fold, columns of the state
-    parts: int  # of the state at a time: tiles of φ that a program of a fold computes, or slices of M that gradients go through
+    parts: int  # of the state at a time: tiles of φ, or slices of M that gradients go through
     num_warps: int
     num_stages: int
 
@@ -154,12 +149,11 @@ def output_config(p: Problem) -> Config:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(64, 32, 0, 4, 1)
-    return Config(128, 32, 0, 4, 3) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
+    return Config(64, 64, 0, 4, 3) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
 
 
 def output_candidates(p: Problem) -> list[Config]:
-    shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2),
-              (128, 32, 4, 3)]  # fmt: skip
+    shapes = [(64, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 3), (128, 64, 8, 2)]
     if not p.half:
         shapes = [(32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (32, 16, 4, 1), (64, 32, 8, 1)]
     return [output_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
@@ -167,29 +161,28 @@ def output_candidates(p: Problem) -> list[Config]:
 
 def fold_config(p: Fold) -> Config:
     if p.half:
-        return Config(128, 64, min(2, p.tiles), 4, 2)
+        return Config(128, 64, min(2, p.d // p.tile), 4, 2)
     return Config(16, 32, 1, 4, 2)
 
 
 def fold_candidates(p: Fold) -> list[Config]:
-    shapes = [(128, 64, 4, 4, 2), (128, 64, 2, 4, 2), (64, 64, 3, 4, 3), (128, 64, 2, 4, 3), (64, 64, 4, 4, 3), (64, 64, 2, 4, 3),
-              (128, 64, 4, 8, 2)]  # fmt: skip
+    shapes = [(128, 64, 2, 4, 2), (64, 64, 4, 4, 2), (128, 64, 2, 4, 3), (64, 64, 2, 4, 2), (64, 64, 2, 4, 3), (128, 64, 1, 4, 2)]
     if not p.half:
         shapes = [(16, 32, 1, 4, 2), (32, 32, 1, 4, 2), (16, 64, 1, 4, 2)]
-    return [fold_config(p), *(Config(*s) for s in shapes if s[2] <= p.tiles)]
+    return [fold_config(p), *(Config(*s) for s in shapes)]
 
 
 def past_sums_config(p: Past) -> Config:
     if not p.half:
-        return Config(32 if p.widest <= 64 else 16, 0, 0, 4, 1)
-    return Config(128, 0, 0, 4, 3) if p.widest <= 64 else Config(128, 0, 0, 8, 3)
+        return Config(32 if p.widest <= 64 else 16, 0, 1, 4, 1)
+    return Config(128, 0, 2, 4, 3) if p.widest <= 64 else Config(128, 0, 1, 8, 3)
 
 
 def past_sums_candidates(p: Past) -> list[Config]:
-    shapes = [(128, 4, 3), (128, 4, 4), (128, 8, 3), (64, 4, 3), (256, 8, 3), (64, 4, 4), (128, 4, 2)]
+    shapes = [(128, 2, 4, 3), (128, 1, 4, 3), (128, 4, 4, 3), (128, 2, 4, 2), (128, 4, 4, 2), (64, 4, 4, 3), (256, 4, 8, 3)]
     if not p.half:
-        shapes = [(16, 4, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)]
-    return [past_sums_config(p), *(Config(m, 0, 0, w, s) for m, w, s in shapes)]
+        shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 1, 8, 1), (64, 1, 8, 1)]
+    return [past_sums_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]
 
 
 def past_gradients_config(p: Past) -> Config:
@@ -199,7 +192,7 @@ def past_gradients_config(p: Past) -> Config:
 
 
 def past_gradients_candidates(p: Past) -> list[Config]:
-    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (256, 2, 8, 2), (128, 1, 8, 3), (64, 4, 4, 3), (256, 4, 8, 3), (128, 4, 4, 2)]
+    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (64, 4, 4, 3), (128, 4, 4, 2), (64, 4, 4, 2), (128, 2, 4, 2), (128, 2, 8, 2)]
     if not p.half:
         shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 2, 8, 1), (64, 1, 8, 1)]
     return [past_gradients_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]
@@ -207,14 +200,6 @@ def past_gradients_candidates(p: Past) -> list[Config]:
 
 def moment_config(p: Fold) -> Config:
     return Config(64 if p.half else 16, min(64, power_of_2(max(16, p.d))), 0, 4, 2)
-
-
-def query_config(p: Problem) -> Config:
-    return Config(64, 64, 0, 4, 3) if p.half and p.widest <= 64 and not p.narrow else output_config(p)
-
-
-def query_candidates(p: Problem) -> list[Config]:
-    return [query_config(p), *output_candidates(p)]
 
 
 def key_config(p: Problem) -> Config:
@@ -226,11 +211,11 @@ def key_config(p: Problem) -> Config:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(32, 32, 0, 4, 1)
-    return Config(64, 32, 0, 4, 2) if p.widest <= 64 else Config(64, 16, 0, 8, 1)
+    return Config(64, 32, 0, 4, 1) if p.widest <= 64 else Config(64, 16, 0, 8, 1)
 
 
 def key_candidates(p: Problem) -> list[Config]:
-    shapes = [(64, 32, 4, 2), (64, 16, 4, 3), (128, 16, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 1)]
+    shapes = [(64, 32, 4, 1), (64, 64, 4, 1), (128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 2), (64, 16, 4, 3)]
     if not p.half:
         shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 32, 4, 1)]
     return [key_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
@@ -238,7 +223,7 @@ def key_candidates(p: Problem) -> list[Config]:
 
 def step_config(p: Problem) -> Config:
     """Rows and columns of the state at a time."""
-    return Config(128, 16, 0, 4, 3) if p.e > 8 else Config(128, 8, 0, 4, 3)
+    return Config(128, 32, 0, 8, 3) if p.e > 16 else Config(128, 16, 0, 4, 3) if p.e > 8 else Config(128, 8, 0, 4, 3)
 
 
 def step_candidates(p: Problem) -> list[Config]:

@@ -159,7 +159,7 @@ def past_gradients(
     return {6: found}
 
 
-def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, out: Tensor) -> dict[int, Tensor]:
+def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, out: Tensor) -> dict[int, Tensor]:
     found, heads = torch.empty_like(out), p.h * p.members
     rows, right = _rows(x, heads, p, p.d, p.x), _rows(y, heads, p, p.e, p.y)
     if factors is not None:
@@ -169,7 +169,7 @@ def fold(p: Fold, x: Tensor, y: Tensor, factors: Tensor | None, tiles: Tensor, o
             here = slice((chunk + p.skipped) * p.C, min(p.T, (chunk + p.skipped + 1) * p.C))
             made = _phi(p, rows[b, :, here], False).mT @ right[b, :, here]
             found[b, :, chunk] = made.unflatten(0, (p.h, p.members)).sum(1).to(out.dtype)
-    return {4: found}
+    return {3: found}
 
 
 def step(

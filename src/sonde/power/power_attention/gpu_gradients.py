@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.product import nearest
-from .._device.tiles import load_rows, multiple, places
+from .._device.tiles import load, load_rows, multiple, places
 from .gpu_kernels import QKV
 from .gpu_states import LEAST_GATE, SIZES
 
@@ -90,7 +90,8 @@ def add_from_keys(
         toward = tl.dot(incoming, values.T, input_precision=PRECISION, out_dtype=total.dtype)
         d_products = slope(products, POWER) * (toward * rate_i[:, None] + shift_i[:, None])
         if GATED and MASKED:
-            high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
+            inside = None if stop is None else j < stop
+            high_j, low_j = load(high + j, inside), load(low + j, inside)
             d_products *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
         elif GATED:
             end = chunk + (start - chunk) // BLOCK * BLOCK + BLOCK - 1
@@ -147,6 +148,7 @@ def _query_gradients(
     UNITS: tl.constexpr,
     BEGUN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -169,8 +171,9 @@ def _query_gradients(
     q += batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0])
     grad += batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4])
     q_step, k_step, v_step = multiple(q_row, UNITS[0]), multiple(k_row, UNITS[1]), multiple(v_row, UNITS[2])
-    queries = load_rows(q, i, stop, q_step, D, BD, COMMON)
-    incoming = load_rows(grad, i, stop, multiple(g_row, UNITS[4]), E, BE, COMMON)
+    limit = None if EVEN else stop
+    queries = load_rows(q, i, limit, q_step, D, BD, COMMON)
+    incoming = load_rows(grad, i, limit, multiple(g_row, UNITS[4]), E, BE, COMMON)
     rate_i = tl.load(rate + row_of * T + i, mask=i < stop, other=0)
     shift_i = tl.load(shift + row_of * T + i, mask=i < stop, other=0)
     total = tl.zeros([BM, BD], ACC)
@@ -188,7 +191,7 @@ def _query_gradients(
     whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, excess = add_from_keys(
         total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_first, low_first, early, start, start, whole, i,
-        stop, k_step, v_step, False, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
+        limit, k_step, v_step, False, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     total, excess = total * later[:, None], excess * later
     if past is not None:  # noqa: SIM102 (decided at compile time)
@@ -197,7 +200,7 @@ def _query_gradients(
             total, excess = total + through, excess + tl.sum(through * queries.to(ACC), 1)  # by Euler's theorem
     total, excess = add_from_keys(
         total, excess, queries, incoming, rate_i, shift_i, k, v, high, low, high_i, low_i, early, start, whole,
-        tl.minimum(first + BM, stop), i, stop, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION,
+        tl.minimum(first + BM, stop), i, limit, k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION,
         OFFSET,
     )  # fmt: skip
     if d_q is not None:
@@ -225,17 +228,20 @@ def add_from_queries(
     for start in range(first, last, BN):
         i = places(start, BN, OFFSET)
         queries, incoming = load_rows(q, i, stop, q_step, D, BD, COMMON), load_rows(grad, i, stop, g_step, E, BE, COMMON)
-        rate_i, shift_i = tl.load(rate + i, mask=i < stop, other=0), tl.load(shift + i, mask=i < stop, other=0)
+        inside = None if stop is None else i < stop
+        rate_i, shift_i = load(rate + i, inside), load(shift + i, inside)
         products = tl.dot(keys, queries.T, input_precision=PRECISION, out_dtype=ACC)
         toward = tl.dot(values, incoming.T, input_precision=PRECISION, out_dtype=ACC)
         slopes = slope(products, POWER)
         if GATED and MASKED:
-            high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
+            high_i, low_i = load(high + i, inside), load(low + i, inside)
+            if stop is not None:  # e^{0 − G_j} would overflow
+                high_i = tl.where(inside, high_i, -float("inf"))
             slopes *= tl.exp((high_i[None, :] - high_j[:, None]) + (low_i[None, :] - low_j[:, None]))
         elif GATED:
             begin = chunk + (start - chunk) // BLOCK * BLOCK
             between = tl.exp((tl.load(high + begin) - high_j) + (tl.load(low + begin) - low_j))
-            later = tl.load(late + i, mask=i < stop, other=0) * between
+            later = load(late + i, inside) * between
             rate_i, shift_i = rate_i * later, shift_i * later
         if MASKED:
             slopes = tl.where(i[None, :] >= j[:, None], slopes, 0)
@@ -299,6 +305,7 @@ def _key_gradients(
     UNITS: tl.constexpr,
     RETURNED: tl.constexpr,  # the state after the last chunk has a gradient
     BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,  # keys
     BN: tl.constexpr,  # queries at a time
 ):
@@ -315,7 +322,8 @@ def _key_gradients(
     v += batch * multiple(v_batch, UNITS[2]) + shared * multiple(v_head, UNITS[2])
     q_step, k_step, v_step = multiple(q_row, UNITS[0]), multiple(k_row, UNITS[1]), multiple(v_row, UNITS[2])
     g_step = multiple(g_row, UNITS[4])
-    keys, values = load_rows(k, j, stop, k_step, D, BD, COMMON), load_rows(v, j, stop, v_step, E, BE, COMMON)
+    limit = None if EVEN else stop
+    keys, values = load_rows(k, j, limit, k_step, D, BD, COMMON), load_rows(v, j, limit, v_step, E, BE, COMMON)
     to_keys, to_values, kept = tl.zeros([BM, BD], ACC), tl.zeros([BM, BE], ACC), tl.zeros([BM], ACC)
     GATED: tl.constexpr = high is not None
     earlier = kept + 1  # e^{G − G_j}, where G is that of the last key
@@ -337,7 +345,7 @@ def _key_gradients(
         to_keys, to_values, kept = add_from_queries(
             to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
             grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
-            low, high_last, low_last, late, chunk * C, whole, stop, stop, q_step, g_step, j, False, GATED, POWER, D, E, BD, BE, BN,
+            low, high_last, low_last, late, chunk * C, whole, stop, limit, q_step, g_step, j, False, GATED, POWER, D, E, BD, BE, BN,
             BLOCK, COMMON, PRECISION, OFFSET,
         )  # fmt: skip
     to_keys, to_values, kept = to_keys * earlier[:, None], to_values * earlier[:, None], kept * earlier
@@ -352,7 +360,7 @@ def _key_gradients(
         to_keys, to_values, kept = add_from_queries(
             to_keys, to_values, kept, keys, values, q + batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0]),
             grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), rate + vectors, shift + vectors, high,
-            low, high_j, low_j, late, chunk * C, first, tl.minimum(whole, stop), stop, q_step, g_step, j, True, GATED, POWER, D, E,
+            low, high_j, low_j, late, chunk * C, first, tl.minimum(whole, stop), limit, q_step, g_step, j, True, GATED, POWER, D, E,
             BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
         )  # fmt: skip
     row = (batch * T + j) * h + shared

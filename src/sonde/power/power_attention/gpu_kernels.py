@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.product import nearest
-from .._device.tiles import load_columns, load_rows, multiple, places
+from .._device.tiles import load, load_columns, load_rows, multiple, places
 from .gpu_states import SIZES
 
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
@@ -19,6 +19,7 @@ def add_keys(
     BE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys from `first` to `last` of the chunk that begins at `chunk`; only MASKED ones may have keys after some query.
+    None of them is at `stop` or after it, if that is None.
 
     Keys that are not MASKED come before all queries, so e^{G_i − G_j} is a product of three factors: from the key to the end of its
     BLOCK, which is known; from there to the first query, a number (`high_i` and `low_i` are then G of the first query); and the
@@ -32,7 +33,8 @@ def add_keys(
         if POWER == 4:
             weights = weights * weights
         if GATED and MASKED:
-            high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
+            inside = None if stop is None else j < stop
+            high_j, low_j = load(high + j, inside), load(low + j, inside)
             weights *= tl.exp((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]))
         elif GATED:
             end = chunk + (start - chunk) // BLOCK * BLOCK + BLOCK - 1
@@ -90,6 +92,7 @@ def _outputs(
     UNITS: tl.constexpr,
     BEGUN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,  # blocks of rows end where chunks do
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -107,7 +110,8 @@ def _outputs(
     v += batch * multiple(v_batch, UNITS[2]) + shared * multiple(v_head, UNITS[2])
     q += batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0])
     q_step, k_step, v_step = multiple(q_row, UNITS[0]), multiple(k_row, UNITS[1]), multiple(v_row, UNITS[2])
-    queries = load_rows(q, i, stop, q_step, D, BD, COMMON)
+    limit = None if EVEN else stop
+    queries = load_rows(q, i, limit, q_step, D, BD, COMMON)
     column = tl.arange(0, BE)
     total, norm, divisor = tl.zeros([BM, BE], ACC), tl.zeros([BM], ACC), tl.zeros([BM], ACC)
     most = tl.load(lengths + row_of * T + i, mask=i < stop, other=0)
@@ -124,7 +128,7 @@ def _outputs(
     # keys that all queries see, in blocks; with gates, only where BLOCKs end with those of keys and of queries
     whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, norm, divisor = add_keys(
-        total, norm, divisor, queries, k, v, high, low, high_first, low_first, early, start, start, whole, i, stop, k_step,
+        total, norm, divisor, queries, k, v, high, low, high_first, low_first, early, start, start, whole, i, limit, k_step,
         v_step, False, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     total, norm, divisor = total * later[:, None], norm * later, divisor * later
@@ -136,7 +140,7 @@ def _outputs(
             norm, divisor = norm + through, divisor + through
             most += tl.exp(high_i + low_i) * tl.load(norms + row_of * chunks + chunk)
     total, norm, divisor = add_keys(
-        total, norm, divisor, queries, k, v, high, low, high_i, low_i, early, start, whole, tl.minimum(first + BM, stop), i, stop,
+        total, norm, divisor, queries, k, v, high, low, high_i, low_i, early, start, whole, tl.minimum(first + BM, stop), i, limit,
         k_step, v_step, True, GATED, POWER, D, E, BD, BE, BN, BLOCK, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
     x = queries.to(ACC)

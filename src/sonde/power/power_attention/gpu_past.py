@@ -12,8 +12,7 @@ import triton.language as tl
 
 from .._device.powers import outer_rows
 from .._device.product import landed, nearest
-from .._device.tiles import load_rows, multiple, places
-from .._sympow.gpu_kernels import add_pair
+from .._device.tiles import load, load_rows, multiple, places
 from .gpu_states import SIZES, X, Y, packed
 
 
@@ -29,22 +28,35 @@ def rows_of(chunks_first, heads, T, C, BM: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def times_state(
-    x, state, row, column, in_rows, in_columns, x_step, n, E: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
-    ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr,
+    x, state, row, column, in_rows, in_columns, x_step, D: tl.constexpr, E: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr,
+    BE: tl.constexpr, ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """φ(x) @ state [BM, BE] for a state without roots: pairs of different pieces count twice."""
-    pieces = x + row[:, None] * x_step + tl.arange(0, TILE)[None, :]
-    below = state + tl.arange(0, TILE * TILE)[:, None] * E + column[None, :]
+    """φ(x) @ state [BM, BE] for a state without roots: pairs of different pieces count twice. Up to TILES tiles (s, t) of φ with
+    the same s are multiplied at a time."""
+    n: tl.constexpr = D // TILE
+    FULL: tl.constexpr = n // TILES
+    STEPS: tl.constexpr = TILES * FULL * (FULL + 1) // 2 + n % TILES * (FULL + 1)
+    WIDE: tl.constexpr = TILE * TILES
+    short, wide, k = tl.arange(0, TILE), tl.arange(0, WIDE), tl.arange(0, TILE * WIDE)
+    a, b = k // WIDE, k % WIDE
+    pieces = x + row[:, None] * x_step
+    below = state + (b // TILE * (TILE * TILE) + a * TILE + b % TILE)[:, None] * E + column[None, :]
     total = tl.zeros([BM, BE], ACC)
-    s, t = 0, 1
-    for _ in range(n * (n - 1) // 2):
-        total = add_pair(total, pieces, below, s, t, n, 1, E, in_rows, in_columns, TILE, COMMON, PRECISION)
-        last = t == n - 1
-        s = tl.where(last, s + 1, s)
-        t = tl.where(last, s + 1, t + 1)
-    total *= 2
-    for s in range(n):
-        total = add_pair(total, pieces, below, s, s, n, 1, E, in_rows, in_columns, TILE, COMMON, PRECISION)
+    s, t = 0, 0
+    for step in range(STEPS):
+        u = load(pieces + (s * TILE + short)[None, :], in_rows).to(COMMON)
+        if TILES == 1:
+            v, here = load(pieces + (t * TILE + wide)[None, :], in_rows).to(COMMON), in_columns
+        else:
+            known, rows = (t * TILE + wide < D)[None, :], (t * TILE + b < D)[:, None]
+            v = load(pieces + (t * TILE + wide)[None, :], known if in_rows is None else in_rows & known).to(COMMON)
+            here = rows if in_columns is None else in_columns & rows
+        twice = tl.where(t + wide // TILE > s, 2.0, 1.0).to(COMMON)  # exact
+        matrix = load(below + (s * n - s * (s - 1) // 2 + t - s) * (TILE * TILE * E), here).to(COMMON)
+        phi = nearest(outer_rows(u, v * twice[None, :]), COMMON, PRECISION)
+        total = landed(tl.dot(phi, matrix, total, input_precision=PRECISION, out_dtype=ACC), step)
+        t += TILES
+        s, t = tl.where(t < n, s, s + 1), tl.where(t < n, t, s + 1)
     return total
 
 
@@ -54,21 +66,24 @@ def times_moments(
     COMMON: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x @ Z [BM, BD], where the symmetric matrix Z of the moments is the sum of PARTS, so that it is not rounded."""
-    BLOCK: tl.constexpr = 16 if PARTS == 1 else 64 if BD > 64 else BD
+    BLOCK: tl.constexpr = 16 if PARTS == 1 else min(BD, 32)
     a, b = tl.arange(0, BLOCK), tl.arange(0, BD)
     total = tl.zeros([BM, BD], ACC)
     for first in range(0, D, BLOCK):
-        left = tl.load(x + row[:, None] * x_step + (first + a)[None, :], mask=in_rows & (first + a < D)[None, :], other=0)
+        inside = in_rows
+        if D % BLOCK:
+            inside = (first + a < D)[None, :] if in_rows is None else in_rows & (first + a < D)[None, :]
+        left = load(x + row[:, None] * x_step + (first + a)[None, :], inside)
         for part in tl.static_range(PARTS):
             at = moments + ((PARTS - 1 - part) * D + first + a)[:, None] * D + b[None, :]
-            right = tl.load(at, mask=(first + a < D)[:, None] & (b < D)[None, :], other=0)
+            right = load(at, None if BD == D else (first + a < D)[:, None] & (b < D)[None, :])
             total = tl.dot(left.to(COMMON), right, total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
 @triton.jit
 def times_slices(
-    rows, x, x_row, state, i, stop, n, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
+    rows, x, x_row, state, i, in_rows, n, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half the gradient of φ(x)·M·rows by x. SLICES of M are multiplied at a time."""
@@ -76,12 +91,13 @@ def times_slices(
     slice, column = k // BE, k % BE
     total = tl.zeros([rows.shape[0], BD], ACC)
     for b in range(0, D, SLICES):
-        numbers = tl.load(x + i[:, None] * x_row + (b + each)[None, :], mask=(i < stop)[:, None] & (b + each < D)[None, :], other=0)
+        inside = in_rows
+        if D % SLICES:
+            inside = (b + each < D)[None, :] if in_rows is None else in_rows & (b + each < D)[None, :]
+        numbers = load(x + i[:, None] * x_row + (b + each)[None, :], inside)
         at = state + packed(a[None, :], (b + slice)[:, None], n, TILE) * E + column[:, None]
-        if BD == D and BE == E:  # then SLICES divides D
-            matrix = tl.load(at)
-        else:
-            matrix = tl.load(at, mask=(a < D)[None, :] & ((column < E) & (b + slice < D))[:, None], other=0)
+        known = None if BD == D and BE == E else (a < D)[None, :] & ((column < E) & (b + slice < D))[:, None]
+        matrix = load(at, known)
         scaled = nearest(outer_rows(numbers.to(COMMON), rows), COMMON, PRECISION)
         total = landed(tl.dot(scaled, matrix.to(COMMON), total, input_precision=PRECISION, out_dtype=ACC), b)
     return total
@@ -116,26 +132,29 @@ def _past_sums(
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
+    EVEN: tl.constexpr,  # blocks of rows end where chunks do
     BM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     n: tl.constexpr = D // TILE
     SPAN: tl.constexpr = n * (n + 1) // 2 * TILE * TILE
     chunk, batch, head, i, stop = rows_of(first_chunk, h * groups, T, C, BM, OFFSET)
     x += batch * multiple(x_batch, UNIT) + head * multiple(x_head, UNIT)
-    x_step, inside, column = multiple(x_row, UNIT), (i < stop)[:, None], tl.arange(0, BE)
+    x_step, column = multiple(x_row, UNIT), tl.arange(0, BE)
+    inside, here = None if EVEN else (i < stop)[:, None], None if BE == E else (column < E)[None, :]
     at = (batch * chunks + chunk) * h + head // groups
     total = times_state(
-        x, states + at * SPAN * E, i, column, inside, (column < E)[None, :], x_step, n, E, TILE, BM, BE, ACC, COMMON, PRECISION
+        x, states + at * SPAN * E, i, column, inside, here, x_step, D, E, TILE, BM, BE, ACC, COMMON, PRECISION, TILES
     )
     row = (batch * h * groups + head) * T + i
     factor = tl.full([BM], 1, ACC)
     if factors is not None:
         factor = tl.load(factors + (batch * h + head // groups) * T + i, mask=i < stop, other=0)
         total *= factor[:, None]
-    tl.store(sums + row[:, None] * E + column[None, :], total, mask=inside & (column < E)[None, :])
+    tl.store(sums + row[:, None] * E + column[None, :], total, mask=(i < stop)[:, None] & (column < E)[None, :])
     if norms is not None:
         toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
-        queries = load_rows(x, i, stop, x_step, D, BD, ACC)
+        queries = load_rows(x, i, None if EVEN else stop, x_step, D, BD, ACC)
         tl.store(norms + row, tl.sum(toward * queries, 1) * factor, mask=i < stop)
 
 
@@ -173,6 +192,7 @@ def _past_gradients(
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
@@ -181,14 +201,14 @@ def _past_gradients(
     chunk, batch, head, i, stop = rows_of(first_chunk, h * groups, T, C, BM, OFFSET)
     x += batch * multiple(x_batch, X_UNIT) + head * multiple(x_head, X_UNIT)
     y += batch * multiple(y_batch, Y_UNIT) + head * multiple(y_head, Y_UNIT)
-    x_step, inside = multiple(x_row, X_UNIT), (i < stop)[:, None]
-    rows = load_rows(y, i, stop, multiple(y_row, Y_UNIT), E, BE, COMMON)
+    x_step, inside = multiple(x_row, X_UNIT), None if EVEN else (i < stop)[:, None]
+    rows = load_rows(y, i, None if EVEN else stop, multiple(y_row, Y_UNIT), E, BE, COMMON)
     at = (batch * chunks + chunk) * h + head // groups
-    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, stop, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION, SLICES)
+    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, inside, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION, SLICES)
     toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
     row = (batch * h * groups + head) * T + i
     if rate is not None:
         total *= tl.load(rate + row, mask=i < stop, other=0)[:, None]
         toward *= tl.load(shift + row, mask=i < stop, other=0)[:, None]
     column = tl.arange(0, BD)[None, :]
-    tl.store(d_x + row[:, None] * D + column, 2 * (total + toward), mask=inside & (column < D))
+    tl.store(d_x + row[:, None] * D + column, 2 * (total + toward), mask=(i < stop)[:, None] & (column < D))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.powers import outer_columns
 from .._device.product import add_exactly, landed, nearest
-from .._device.tiles import load_rows, multiple, places
+from .._device.tiles import load, load_rows, multiple, places
 
 SIZES = ["h", "groups", "T", "C", "chunks"]
 X, Y = ["x_batch", "x_head", "x_row"], ["y_batch", "y_head", "y_row"]
@@ -107,12 +107,22 @@ def packed(a, b, n, TILE: tl.constexpr):
     return (less * n - less * (less - 1) // 2 + more - less) * (TILE * TILE) + within
 
 
+@triton.jit
+def first_tile(program, n, TILES: tl.constexpr):
+    """The first tile (s, t ≥ s) of the TILES in a row of n − s that a program computes."""
+    s, before = 0, 0  # programs
+    for _ in range(n):
+        here = tl.cdiv(n - s, TILES)
+        last = program < before + here
+        before, s = tl.where(last, before, before + here), tl.where(last, s, s + 1)
+    return s, s + (program - before) * TILES
+
+
 @triton.jit(do_not_specialize=[*SIZES, "skipped", *X, *Y])
 def _fold(
     x,  # [B, h · groups, T, d], rows contiguous: keys, or queries
     y,  # [B, h · groups, T, e], rows contiguous: values, or gradients of results
     factors,  # [B, h · groups, T], or None
-    tiles,  # [tiles, 2]
     out,  # [B, h, chunks − skipped, D, e], Σ factor · φ(x) yᵀ over the rows of each chunk, without roots
     h,
     groups,
@@ -126,7 +136,7 @@ def _fold(
     y_batch,
     y_head,
     y_row,
-    COUNT: tl.constexpr,  # of tiles
+    D: tl.constexpr,
     E: tl.constexpr,
     TILE: tl.constexpr,
     ACC: tl.constexpr,
@@ -135,54 +145,49 @@ def _fold(
     OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr,
     Y_UNIT: tl.constexpr,
+    EVEN: tl.constexpr,  # blocks of rows end where chunks do
     BR: tl.constexpr,
     BN: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program computes TILES tiles of φ: they share the rows of y, which would otherwise be read once for each.
+    """A program computes up to TILES tiles (s, t) of φ with the same s: they share a piece of x and the rows of y.
 
     Factors are multiplied into φ before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
     """
-    SPAN: tl.constexpr = TILE * TILE
+    n: tl.constexpr = D // TILE
+    WIDE: tl.constexpr = TILE * TILES
+    FULL: tl.constexpr = EVEN and E % BN == 0
     across = tl.cdiv(E, BN)
-    tile = tl.program_id(0) // across * TILES
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
+    s, t = first_tile(tl.program_id(0) // across, n, TILES)
     made, row_of = tl.num_programs(1), tl.program_id(2).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = (tl.program_id(1) + skipped) * C
     stop = tl.minimum(start + C, T)
     x_step, y_step = multiple(x_row, X_UNIT), multiple(y_row, Y_UNIT)
-    u_at, v_at, totals = (), (), ()
-    for t in tl.static_range(TILES):
-        known = tl.minimum(tile + t, COUNT - 1)
-        u_at = u_at + (tl.load(tiles + known * 2) * TILE,)
-        v_at = v_at + (tl.load(tiles + known * 2 + 1) * TILE,)
-        totals = totals + (tl.zeros([SPAN, BN], ACC),)
+    a, b = (s * TILE + tl.arange(0, TILE))[:, None], (t * TILE + tl.arange(0, WIDE))[:, None]
+    total = tl.zeros([TILE * WIDE, BN], ACC)
     for member in range(groups):
         row_head = head * groups + member
-        pieces = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT) + tl.arange(0, TILE)[:, None]
+        left = x + batch * multiple(x_batch, X_UNIT) + row_head * multiple(x_head, X_UNIT)
         right = y + batch * multiple(y_batch, Y_UNIT) + row_head * multiple(y_head, Y_UNIT) + column[None, :]
         for first in range(start, stop, BR):
             row = places(first, BR, OFFSET)
-            inside = row < stop
-            rows = tl.load(right + row[:, None] * y_step, mask=inside[:, None] & (column < E)[None, :], other=0).to(COMMON)
-            at, sums = pieces + row[None, :] * x_step, ()
-            for t in tl.static_range(TILES):
-                u = tl.load(at + u_at[t], mask=inside[None, :], other=0)
-                v = tl.load(at + v_at[t], mask=inside[None, :], other=0)
-                if factors is not None:
-                    factor = tl.load(factors + (row_of * groups + member) * T + row, mask=inside, other=0)
-                    phi = outer_columns(u.to(ACC) * factor[None, :], v.to(ACC))
-                else:
-                    phi = outer_columns(u.to(COMMON), v.to(COMMON))
-                sums = sums + (tl.dot(nearest(phi, COMMON, PRECISION), rows, totals[t], input_precision=PRECISION, out_dtype=ACC),)
-            totals = ()
-            for t in tl.static_range(TILES):
-                totals = totals + (landed(sums[t], first),)
-    out += (row_of * made + tl.program_id(1)) * COUNT * SPAN * E
-    for t in tl.static_range(TILES):
-        r = (tile + t) * SPAN + tl.arange(0, SPAN)
-        tl.store(out + r[:, None] * E + column[None, :], totals[t], mask=(r < COUNT * SPAN)[:, None] & (column < E)[None, :])
+            inside = (row < stop)[None, :]
+            rows = load(right + row[:, None] * y_step, None if FULL else (row < stop)[:, None] & (column < E)[None, :]).to(COMMON)
+            u = load(left + row[None, :] * x_step + a, None if EVEN else inside)
+            v = load(left + row[None, :] * x_step + b, b < D if EVEN else inside & (b < D))
+            if factors is not None:
+                factor = load(factors + (row_of * groups + member) * T + row, None if EVEN else row < stop)
+                phi = outer_columns(u.to(ACC) * factor[None, :], v.to(ACC))
+            else:
+                phi = outer_columns(u.to(COMMON), v.to(COMMON))
+            phi = nearest(phi, COMMON, PRECISION)
+            total = landed(tl.dot(phi, rows, total, input_precision=PRECISION, out_dtype=ACC), first)
+    k = tl.arange(0, TILE * WIDE)
+    a, b = s * TILE + k // WIDE, t * TILE + k % WIDE
+    out += (row_of * made + tl.program_id(1)) * (n * (n + 1) // 2 * TILE * TILE) * E
+    tl.store(out + packed(a, b, n, TILE)[:, None] * E + column[None, :], total, mask=(b < D)[:, None] & (column < E)[None, :])
 
 
 @triton.jit(do_not_specialize=[*SIZES, "skipped", *X])
