@@ -24,8 +24,8 @@ def _offset(p: Problem | Fold | Past) -> tl.dtype:
     return tl.int64 if p.far else tl.int32
 
 
-def _launch(c: Config, grid: tuple[int, int, int], numbers: tuple, constants: tuple) -> Launch:
-    return Launch(grid, numbers, constants, c.num_warps, c.num_stages)
+def _launch(p: Problem | Fold | Past, c: Config, grid: tuple[int, int, int], numbers: tuple, constants: tuple) -> Launch:
+    return Launch(grid, numbers, constants, c.num_warps, c.num_stages, registers=None if p.half else ALL_REGISTERS)
 
 
 def _even(p: Problem | Fold | Past, *blocks: int) -> bool:
@@ -55,7 +55,7 @@ def launch_fold(p: Fold, c: Config) -> Launch:
         c.block_m, c.block_n, c.parts,
     )  # fmt: skip
     sizes = p.h, p.members, p.T, p.C, p.chunks, p.skipped
-    return _launch(c, grid, (*sizes, *p.x, *p.y), constants)
+    return _launch(p, c, grid, (*sizes, *p.x, *p.y), constants)
 
 
 def launch_moments(p: Fold) -> Launch:
@@ -65,7 +65,7 @@ def launch_moments(p: Fold) -> Launch:
         p.d, power_of_2(max(16, p.d)), p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), p.units[0], c.block_m,
         c.block_n,
     )  # fmt: skip
-    return _launch(c, (p.chunks, p.B * p.h, cdiv(p.d, c.block_n)), sizes, constants)
+    return _launch(p, c, (p.chunks, p.B * p.h, cdiv(p.d, c.block_n)), sizes, constants)
 
 
 def launch_spread(p: Past) -> Launch:
@@ -113,12 +113,14 @@ def _past_constants(p: Past) -> tuple:
 
 def launch_past_sums(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x
-    return _launch(c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, _even(p, c.block_m), c.block_m, c.parts))
+    return _launch(p, c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, _even(p, c.block_m), c.block_m, c.parts))
 
 
 def launch_past_gradients(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x, *p.y
-    return _launch(c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, _even(p, c.block_m), c.block_m, c.parts))
+    return _launch(
+        p, c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, p.y_unit, _even(p, c.block_m), c.block_m, c.parts)
+    )
 
 
 def _constants(p: Problem, last: bool, c: Config) -> tuple:
@@ -130,7 +132,7 @@ def _constants(p: Problem, last: bool, c: Config) -> tuple:
 
 def launch_outputs(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
-    return _launch(c, grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c))
+    return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c))
 
 
 def launch_row_factors(p: Problem) -> Launch:
@@ -140,12 +142,12 @@ def launch_row_factors(p: Problem) -> Launch:
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
-    return _launch(c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c))
+    return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c))
 
 
 def launch_key_gradients(p: Problem, c: Config) -> Launch:
     grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h, 1)
-    return _launch(c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c))
+    return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c))
 
 
 def launch_gate_gradient(p: Problem) -> Launch:
@@ -158,7 +160,7 @@ def launch_step(p: Problem, c: Config) -> Launch:
     constants = (
         p.d, p.e, p.blocks[0], p.D, p.power, p.tile, p.tile**p.power, p.groups, triton_dtype(p.wide), c.block_m, c.block_n,
     )  # fmt: skip
-    return _launch(c, (cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants)
+    return _launch(p, c, (cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants)
 
 
 def fits(p: Problem, c: Config) -> bool:
