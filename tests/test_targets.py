@@ -1,4 +1,5 @@
-"""Without a GPU: every kernel compiles for every architecture we claim, through the real launchers, and none spills registers.
+"""Without a GPU: every kernel compiles for every architecture we claim, through the real launchers, none spills registers, and none
+overwrites registers that a matrix unit still reads.
 
 One architecture compiles every case, the others one or two of each operator, in float32.
 
@@ -8,7 +9,6 @@ needs a Triton that does not interpret.
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,7 @@ FULL = "cuda-90"  # the others compile one or two cases of each operator, to sav
 @pytest.mark.longest
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills(target):
-    """No kernel uses local memory, more shared memory than a block has, or a feature the architecture lacks."""
+    """No kernel uses local memory, more shared memory than a block has, features the architecture lacks, or registers too early."""
     pytest.importorskip("triton")
     report = compile_for(target)
     missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
@@ -34,6 +34,8 @@ def test_compiles_without_spills(target):
     assert not missing, f"never launched: {missing}"
     spilling = [kernel for kernel in report["kernels"] if kernel["spills"]]
     assert not spilling, "\n".join(f"{k['name']} {k['of']}: {k['usage']}" for k in spilling)
+    racing = [kernel for kernel in report["kernels"] if kernel["races"]]
+    assert not racing, "\n".join(f"{k['name']} {k['of']}: {k['races'][0]}" for k in racing)
 
 
 def compile_for(target: str) -> dict:
@@ -56,6 +58,7 @@ def main(name: str) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
 
+        from helpers.machine_code import resources, watch
         from helpers.operators import floats
         from sonde.grid._device import layout
         from sonde.jit.workers import CompileOnly
@@ -64,7 +67,8 @@ def main(name: str) -> None:
 
         backend, arch = name.split("-")
         driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)))
-        seen = watch(triton.JITFunction)
+        seen: list[tuple] = []
+        watch(seen)
         layout.FEW = FEW
         plan.only_compiled = True
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -105,37 +109,6 @@ def told_by_tensors(args: tuple) -> tuple:
     *others, levels, flag = args
     table = torch.tensor(levels).view(*others[4].shape[3:-1], 3)
     return others[0], table[..., :2], table[..., 2], *others[3:], (), flag
-
-
-def watch(JITFunction) -> list[tuple]:
-    """Records every compiled kernel with its constants."""
-    real, seen = JITFunction.warmup, []
-
-    def warmup(self, *args, **options):
-        compiled = real(self, *args, **options)
-        constants = {n: str(v) for n, v in zip(self.arg_names, args) if n.isupper()} | {"num_warps": options["num_warps"]}
-        given = [str(getattr(v, "dtype", v)).removeprefix("torch.") for n, v in zip(self.arg_names, args) if not n.isupper()]
-        seen.append((self.__name__, f"{constants} {given}", compiled.asm))
-        return compiled
-
-    JITFunction.warmup = warmup
-    return seen
-
-
-def resources(name: str, of: str, asm: dict, folder: str) -> dict:
-    """A compiled kernel's registers, stack and local memory."""
-    import triton
-
-    if "cubin" in asm:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(asm["cubin"])
-        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        out = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-        usage = " ".join(re.findall(r"REG:.*LOCAL:\d+ ", out))
-        return dict(name=name, of=of, usage=usage, spills="STACK:0 " not in usage or "LOCAL:0 " not in usage)
-    # scalar registers spilled to lanes of vector registers touch no memory and do not count
-    found = re.findall(r"\.(vgpr_spill_count|private_segment_fixed_size): *(\d+)", asm["amdgcn"])
-    return dict(name=name, of=of, usage=str(found), spills=not found or any(int(n) for _, n in found))
 
 
 if __name__ == "__main__":
