@@ -1,8 +1,9 @@
 """``sonde build``: it builds exactly what was requested, and rejects misspelt requests before anything starts."""
 
+import ast
 import json
-from importlib import import_module
-from importlib.util import find_spec
+import sys
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -77,29 +78,42 @@ def test_misspelt_requests(asked, args, message, capsys):
 
 def test_shipped_winners_are_known_and_fit():
     """Every shipped configuration has the right type for its kernel, and its device's file is found by the device's name."""
-    form = import_module("sonde.grid._epipolar.gpu_kernels")
-    modules = [(form, form)]
     for operator in OPERATORS.values():
-        if find_spec(f"{operator.package}.gpu_configs"):
-            modules.append((operator.module(".gpu_kernels"), operator.module(".gpu_configs")))
-    kernels = {x.name: (x, configs) for module, configs in modules for x in vars(module).values() if isinstance(x, Tunable)}
+        operator.kernels("triton")
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("sonde.")]
+    kernels = {x.name: x for module in modules for x in vars(module).values() if isinstance(x, Tunable)}
+    problems = {frozenset(x._fields): x for m in modules for x in vars(m).values() if hasattr(x, "_fields")}
     for file in winners.SHIPPED.glob("*.json"):
         document = json.loads(file.read_text())
         assert file.stem == winners.slug(document["device"])
         assert len(winners.shipped(document["device"])) == len(document["winners"]) > 0
         for row in document["winners"]:
-            kernel, configs = kernels[row["kernel"]]
-            constants = json.loads(row["constants"])
-            if "wide" in constants:
-                constants["wide"] = getattr(torch, constants["wide"].removeprefix("torch."))
-            exact = {**constants, **{k: 1 << (bits - 1) for k, bits in json.loads(row["bucket"]).items()}}
-            strides = dict(of_input=(1,) * 5, of_grid=(1,) * 3, of_out=(1,) * 3, of_gradient=(1,) * 5, scale=(0, 0))
-            some = {name: strides.get(name, 1) for name in kernel.batch}
-            problem = configs.Problem(**{**some, **exact})
+            kernel = kernels[row["kernel"]]
+            exact = {name: restored(value) for name, value in json.loads(row["constants"]).items()}
+            sizes = {name: 1 << bits >> 1 for name, bits in json.loads(row["bucket"]).items()}
+            problem_of = problems[frozenset([*exact, *sizes, *kernel.batch])]
+            hints = get_type_hints(problem_of)
+            of_batch = {name: ones(hints[name]) for name in kernel.batch}
+            problem = problem_of(**of_batch, **exact, **sizes)
             config = winners.read(type(kernel.default(problem)), row["config"])
             assert config is not None, row
             assert kernel.fits(problem, config), row
             own = [kernel.default(problem), *kernel.fitting(problem)]
-            assert kernel._known(row["config"], problem, kernel.key(problem, row["dtypes"], torch.device("cpu")), own) == config, (
-                row
-            )
+            key = kernel.key(problem, row["dtypes"], torch.device("cpu"))
+            assert winners.portable(key)[2:] == (row["constants"], row["bucket"])
+            assert kernel._known(row["config"], problem, key, own) == config, row
+
+
+def ones(hint) -> int | tuple[int, ...]:
+    """A value for a field that no winner depends on: a size, or sizes or strides."""
+    return (1,) * (7 if ... in get_args(hint) else len(get_args(hint))) if get_origin(hint) is tuple else 1
+
+
+def restored(value):
+    """A field of a problem, from its form in a key."""
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        return value
