@@ -154,8 +154,8 @@ def draw_losses(file: str, rows: list[tuple[int, ...]], names: Sequence[str]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--steps", type=int, default=300, help="of training")
-    options.add_argument("--characters", type=int, default=300, help="that are written after training")
+    options.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    options.add_argument("--characters", type=int, default=300, help="characters to generate after training (default: 300)")
     options.add_argument("--out", metavar="PICTURE", help="draw the losses (.svg, .png, .pdf)")
     options.add_argument("--cost", action="store_true", help="no training: time both attentions by sequence length, on a GPU")
     options.add_argument("--json", metavar="FILE", help="where --cost writes its figures")

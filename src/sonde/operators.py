@@ -2,7 +2,8 @@
 
 Importing it loads no family: an entry's methods import what they need. A new operator adds an entry, and joins all of them.
 Its folder has the files of every other (``CONTRIBUTING.md``); its ``cases.py`` has ``SMALL``, ``BENCH``, ``TARGETS``, ``make``,
-``eager`` and ``count`` (the last two unless bench refuses it), and ``SMALL`` has at least the cases named in ``EDGES``.
+``eager`` and ``count`` (the last two unless bench refuses it), and ``SMALL`` has at least the cases named in ``EDGES``. If the
+reference needs more memory for real cases than there is, ``definition`` computes the same in pieces, for the checks of ``bench``.
 """
 
 from __future__ import annotations
@@ -450,7 +451,7 @@ _ALL = (
         rounded=True,
         exponents=("log_gate",),
         returns_more=True,
-        queries=dict(q=0, k=0, v=0, log_gate=0),
+        queries=dict(q=0, k=0, v=0, log_gate=0, state=0),
         result=0,
         typical="d64_4k",
         on_cpu=dict(B=1, heads=2, T=512),

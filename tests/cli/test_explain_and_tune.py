@@ -20,6 +20,7 @@ from sonde.jit import store, winners
 from sonde.jit.kernel import _listeners, _searched
 from sonde.jit.store import open_store
 from sonde.jit.timing import Trial
+from sonde.op.plan import explain
 from sonde.operators import OPERATORS
 
 SRC = Path(__file__).parents[2] / "src"
@@ -123,6 +124,11 @@ def test_explain_knows_every_operator(capsys, name):
     assert {k["phase"] for k in found["kernels"]} == ({"forward", "backward"} if OPERATORS[name].graded else {"forward"})
 
 
+def test_explain_wants_a_function():
+    with pytest.raises(TypeError, match=r"must be a function, such as sonde\.knn; got 'knn'"):
+        explain("knn", torch.zeros(1, 3))
+
+
 def test_explain_launches_nothing_and_leaves_no_trace(capsys, monkeypatch):
     monkeypatch.setattr("sonde.jit.Pass.bind", None)
     for options in ([], ["--deterministic"]):
@@ -198,12 +204,21 @@ def test_tune_needs_a_gpu_but_for_a_dry_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_in_half_precision():
+    """Without a GPU, whether it has tensor descriptors is not known; a state is a tuple of tensors on the planned device."""
+    pytest.importorskip("triton")
+    done = shell("tune", "--dry-run", "mm", "attention", "power_attention", "--dtype", "bfloat16", "--layout", "contiguous")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ("decoding", "d64_64k", "power.step", "power.product", "power.attend"):
+        assert word in done.stdout
+
+
 @interpreted
 def test_tune(capsys, quick, tmp_path):
     """Both modes and all gradients are tuned; the table shows the gains, and failures with their causes."""
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
-    assert (code, err.splitlines()[0]) == (0, "[0/155] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
+    assert (code, err.splitlines()[0]) == (0, "[0/169] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
     names = ["grid.rows", *["grid.form"] * 3, "grid.rows", *["grid.form"] * 2]
     names += ["grid.attend", "grid.attend_queries", *["grid.attend_pixels"] * 2, "grid.sample", "grid.sample_gradients"]
     for name in ("grid.deformable_aggregation", "grid.ms_deform_attn"):
@@ -211,9 +226,10 @@ def test_tune(capsys, quick, tmp_path):
     names += ["power.copy", *["power.product"] * 3, "power.expand", "power.gradient"]
     names += ["power.times", "power.gradient", "power.sums"]
     names += ["power.attend", "power.query_gradients", "power.key_gradients"]
+    names += ["power.outputs", "power.attention_queries", "power.attention_keys"]
     assert [name for name, *_ in quick] == names
     assert {limits for _, *limits in map(tuple, quick) for limits in [tuple(limits)]} == {(3, 5, 60.0)}
-    assert out.startswith("interpreter: 31 of 31 kernels searched")
+    assert out.startswith("interpreter: 34 of 34 kernels searched")
     row = out.splitlines()[3]
     for word in ("grid.rows", "f32 f32 f32 f32", "C=4", "H≥2 W≥2 Q≥2 D≥2", "block_q=", "20.0", "10.0", "2.00×", " 5 ", " 1 "):
         assert word in row
@@ -419,3 +435,13 @@ def test_dry_run_without_triton(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT, "tune"], capture_output=True, text=True, env=clean, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert "triton is not installed; --dry-run works without" in done.stderr
+
+
+@interpreted
+def test_explain_a_gpu_without_triton():
+    """The plan is that of a machine with triton, and a line says so."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SRC)}
+    argv = ["explain", "sample_sum", "--device", "cuda", "--json"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *argv], capture_output=True, text=True, env=clean, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "sonde: triton is not installed here; this is the plan where it is\n")
+    assert json.loads(done.stdout) == json.loads(shell(*argv).stdout)

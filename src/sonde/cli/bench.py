@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .console import IMPLS, UsageError, did_you_mean, dump, left_out, operators, pick, progress, table, writable
+from .console import IMPLS, UsageError, did_you_mean, dump, left_out, names, operators, pick, progress, table, writable
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LAYOUTS = ("contiguous", "channels_last")
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def selection(parser: argparse.ArgumentParser) -> None:
     """Add the options that select what is measured."""
     several = "; separate several by commas"
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"which operators (default: all of {names('bench')})")
     parser.add_argument("--case", action="append", metavar="NAME", help=f"which workloads (default: all){several}")
     parser.add_argument("--impl", default="auto", help=f"{', '.join(IMPLS)} (default: auto){several}")
     parser.add_argument("--against", default="eager", help=f"{', '.join(AGAINST)} (default: eager){several}")

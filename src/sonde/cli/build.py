@@ -20,7 +20,9 @@ LAYOUTS = ("contiguous", "channels_last")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operator", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
+    parser.add_argument(
+        "operator", nargs="*", metavar="OPERATOR", help=f"which operators (default: all of {console.names('build')})"
+    )
     parser.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90,sm_100")
     parser.add_argument("-o", "--out", metavar="DIR", default="sonde-release", help="folder (default: %(default)s)")
     parser.add_argument(

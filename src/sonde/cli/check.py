@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from ..operators import Operator
 
 FIXED = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative error in norm
 OF_REFERENCE = 1.1  # half precision: the allowed error, as a multiple of the reference's own in that dtype
+ROUNDED = 2.5, 3e-3  # the same, and the relative error of float32 results, where terms are rounded to half precision
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ class Truth:
 
     def __init__(self, operator: Operator, args: Sequence, cotangent: Tensor, taps: int):
         self.seen = (slice(None),) * (operator.result % cotangent.ndim) + (slice(None, None, every(operator, cotangent)),)
-        self.names = [name for name, a in zip(operator.arguments, args) if isinstance(a, Tensor)]
+        self.names = [
+            name if isinstance(a, Tensor) else f"{name}[{i}]"
+            for name, a in zip(operator.arguments, args)
+            for i, _ in enumerate(tensors([a]))
+        ]
         self.dtype = cotangent.dtype
         exact = dict(zip(operator.arguments, args))
         samples = exact.get(operator.samples)
@@ -49,9 +56,12 @@ class Truth:
         self.tolerances = dict.fromkeys(["out", *self.names], FIXED.get(self.dtype, 0.0))
         if self.dtype not in FIXED:
             rounded = _definition(operator, args, cotangent, torch.float32, taps)
-            dtypes = [self.dtype, *(a.dtype for a in args if isinstance(a, Tensor))]
+            dtypes = [self.dtype, *(a.dtype for a in tensors(args))]
             floor = self._errors(*(x.to(dtype) for x, dtype in zip(rounded, dtypes)))
-            self.tolerances = {k: max(OF_REFERENCE * e, FIXED[torch.float32]) for k, e in floor.items()}
+            times, least = ROUNDED if operator.rounded else (OF_REFERENCE, FIXED[torch.float32])
+            self.tolerances = {
+                k: max(times * e, least if dtype in FIXED else FIXED[torch.float32]) for (k, e), dtype in zip(floor.items(), dtypes)
+            }
 
     def _errors(self, out: Tensor, *grads: Tensor | None) -> dict[str, float]:
         exact, *others = self.exact
@@ -82,12 +92,30 @@ def relative_error(x: Tensor | None, exact: Tensor) -> float:
 def forward_backward(function: Callable, args: Sequence, cotangent: Tensor) -> tuple[Tensor, tuple]:
     """The value, and the gradient of every tensor among the arguments."""
     out = function(*args)
-    return out, torch.autograd.grad(out, [a for a in args if isinstance(a, Tensor)], cotangent, allow_unused=True)
+    return out, torch.autograd.grad(out, tensors(args), cotangent, allow_unused=True)
 
 
 def leaves(args: Sequence) -> list:
     """The same arguments with ``requires_grad``."""
-    return [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args]
+    return mapped(lambda a: a.detach().requires_grad_(), args)
+
+
+def tensors(args: Sequence) -> list[Tensor]:
+    """The tensors among the arguments, those in tuples and lists included."""
+    found: list[Tensor] = []
+    mapped(found.append, args)
+    return found
+
+
+def mapped(function: Callable[[Tensor], Any], args: Sequence) -> list:
+    """The arguments with every tensor replaced, those in tuples and lists included."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return function(x)
+        return type(x)(map(one, x)) if type(x) in (tuple, list) else x
+
+    return [one(x) for x in args]
 
 
 def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor:
@@ -107,12 +135,12 @@ def _pixel_exact(samples: Tensor, images: Tensor, align: bool = False) -> Tensor
 
 
 def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: torch.dtype, taps: int) -> list[Tensor]:
-    """Value and gradients by the reference in `dtype`, a slice of the queries at a time."""
-    wide: Mapping = {
-        k: a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for k, a in zip(operator.arguments, args)
-    }
+    """Value and gradients by the reference in `dtype`, a slice of the queries at a time; or by the case's own `definition`."""
+    definition = getattr(operator.cases, "definition", operator.defined)
+    wide = dict(zip(operator.arguments, mapped(lambda a: a.to(dtype) if a.is_floating_point() else a, args)))
     out = torch.zeros_like(cotangent, dtype=dtype, memory_format=torch.contiguous_format)
-    grads = {k: torch.zeros_like(a) for k, a in wide.items() if isinstance(a, Tensor)}
+    grads = [torch.zeros_like(a) for a in tensors([*wide.values()])]
+    dims = [operator.queries.get(k) for k, a in wide.items() for _ in tensors([a])]
     along, Q, n = operator.queries, cotangent.shape[operator.result], every(operator, cotangent)
     step = n * max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 temporaries per tap are alive at once
     for start in range(0, Q, step):
@@ -120,13 +148,13 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
         def rows(x: Tensor, dim: int | None, start: int = start) -> Tensor:
             return x if dim is None else x[(slice(None),) * (dim % x.ndim) + (slice(start, start + step, n),)]
 
-        part = leaves([rows(a, along.get(k)) if isinstance(a, Tensor) else a for k, a in wide.items()])
-        value, found = forward_backward(operator.defined, part, rows(cotangent, operator.result).to(dtype))
+        part = leaves([x for k, a in wide.items() for x in mapped(partial(rows, dim=along.get(k)), [a])])
+        value, found = forward_backward(definition, part, rows(cotangent, operator.result).to(dtype))
         rows(out, operator.result).copy_(value.detach())
-        for (k, total), grad in zip(grads.items(), found):
+        for total, dim, grad in zip(grads, dims, found):
             if grad is not None:
-                rows(total, along.get(k)).add_(grad)
-    return [out, *grads.values()]
+                rows(total, dim).add_(grad)
+    return [out, *grads]
 
 
 def _budget(device: torch.device) -> int:

@@ -54,6 +54,13 @@ def operators(command: str, given: Sequence[str]) -> list[Operator]:
     return [OPERATORS[name] for name in names] or [o for o in OPERATORS.values() if command not in o.refuses]
 
 
+def names(command: str) -> str:
+    """The operators that a command takes, for its help."""
+    from ..operators import OPERATORS  # which does not import torch
+
+    return ", ".join(name for name, operator in OPERATORS.items() if command not in operator.refuses)
+
+
 def left_out(command: str) -> None:
     """Print which operators a command that ran on all of them left out, and why."""
     from ..operators import OPERATORS

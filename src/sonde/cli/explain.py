@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .bench import DTYPES, LAYOUTS
-from .console import IMPLS, UsageError, did_you_mean, dump, table, writable
+from .console import IMPLS, UsageError, did_you_mean, dump, names, table, writable
+from .without_triton import planning
 
 if TYPE_CHECKING:
     from ..op.plan import Plan
@@ -22,7 +24,7 @@ DEVICES = ("auto", "cpu", "cuda", "meta")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operator", metavar="OPERATOR", help="which operator")
+    parser.add_argument("operator", metavar="OPERATOR", help=f"which operator: {names('explain')}")
     parser.add_argument("--case", metavar="NAME", help="which workload (default: the first)")
     parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)} (default: float32)")
     parser.add_argument("--layout", default="contiguous", help=f"{', '.join(LAYOUTS)} (default: contiguous)")
@@ -35,9 +37,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    writable("--json", options.json)
+    without = options.device == "cuda" and options.impl in ("auto", "triton") and find_spec("triton") is None
+    if without:
+        print("sonde: triton is not installed here; this is the plan where it is", file=sys.stderr)
+    with planning() if without else nullcontext():
+        return _explain(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
     from ..jit import Unsupported
 
-    writable("--json", options.json)
     job = _job(options)
     try:
         plan = planned(job, options.backward, options.deterministic)

@@ -13,7 +13,7 @@ from ..op.plan import choose
 from ..op.torch_private import fake_mode
 from ..operators import Operator
 from . import timing
-from .check import Truth, every, forward_backward, leaves
+from .check import Truth, every, forward_backward, leaves, mapped, tensors
 from .environment import environment
 
 SECONDS = 0.1  # spent on each figure
@@ -53,7 +53,7 @@ class Job:
         with fake_mode():
             args = replace(self, device=torch.device("cpu")).inputs()  # a random generator for another device needs that device
             new = partial(torch.empty_strided, device=self.device, requires_grad=grad)
-            return [new(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+            return mapped(lambda a: new(a.shape, a.stride(), dtype=a.dtype), args)
 
 
 def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: bool = True) -> dict:
@@ -77,7 +77,7 @@ def measure(job: Job, begin: Callable[[str], None] = lambda text: None, extras: 
     if n > 1:  # queries that the truth leaves out must not contribute to gradients
         number = torch.arange(out.shape[operator.result], device=device)
         part = cotangent * (number % n == 0).view(-1, *(1,) * (out.ndim - 1 - operator.result % out.ndim))
-    read, written = sum(a.nbytes for a in args if isinstance(a, Tensor)), out.nbytes
+    read, written = sum(a.nbytes for a in tensors(args)), out.nbytes
     truth = Truth(operator, args, part, counted["taps"])
     verdict = truth.judge(contenders["sonde"], asking, part)
     figures: dict[str, dict] = {"sonde": {"errors": verdict.errors}}

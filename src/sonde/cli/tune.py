@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .bench import DTYPES, LAYOUTS, number
-from .console import UsageError, did_you_mean, dump, meter, operators, pick, table, writable
+from .console import UsageError, did_you_mean, dump, meter, names, operators, pick, table, writable
 from .explain import deterministic_algorithms, planned, short
 from .without_triton import planning
 
@@ -37,7 +37,7 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     several = "; separate several by commas"
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="which operators (default: all)")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"which operators (default: all of {names('tune')})")
     parser.add_argument("--case", action="append", metavar="NAME", help=f"which workloads (default: all of bench){several}")
     parser.add_argument("--dtype", default="float32,bfloat16", help=f"{', '.join(DTYPES)} (default: float32,bfloat16){several}")
     parser.add_argument("--layout", default=",".join(LAYOUTS), help=f"{', '.join(LAYOUTS)} (default: both){several}")

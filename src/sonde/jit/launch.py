@@ -56,7 +56,8 @@ def has_descriptors(device: torch.device) -> bool:
     if find_spec("triton.tools.tensor_descriptor") is None or interpreting():
         return False
     if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+        here = torch.version.hip is None and torch.cuda.is_available()  # plans are made without a GPU, too
+        return here and torch.cuda.get_device_capability(device) >= (9, 0)
     try:
         target = driver.active.get_current_target()  # of a process that only compiles
     except RuntimeError:  # there is no driver

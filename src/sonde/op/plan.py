@@ -164,6 +164,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         >>> plan.determinism.name
         'BATCH_INVARIANT'
     """
+    if not callable(function):
+        raise TypeError(f"explain: the first argument must be a function, such as sonde.knn; got {function!r:.80}")
     token = _plans.set([])
     try:
         function(*args, **kwargs)

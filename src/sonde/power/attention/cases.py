@@ -25,6 +25,7 @@ BENCH = {
     "d64_16k": dict(B=2, T=16384, S=16384, d=64, heads=16, causal=True),
     "d128_4k": dict(B=8, T=4096, S=4096, d=128, heads=16, causal=True),
     "d64_cross": dict(B=8, T=4096, S=4096, d=64, heads=16),
+    "d64_1k": dict(B=1, T=1024, S=1024, d=64, heads=16, causal=True),  # for CPUs
 }
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=100, S=100, d=64, heads=2, causal=True), dtype="float32", everywhere=True),

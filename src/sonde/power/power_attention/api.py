@@ -57,13 +57,13 @@ def _shapes(
             if any(t is not None for t, _ in state.values()):
                 raise ValueError(f"power_attention: a state has S, z and norms; got no {name}")
             continue
-        checks.shapes("power_attention", q=(q, "B T hq d"), **{f"state.{name}": (tensor, " ".join(f"_{x}" for x in letters))})
-        if tuple(tensor.shape) != tuple(n[x] for x in letters):
+        if isinstance(tensor, Tensor) and tuple(tensor.shape) != tuple(n[x] for x in letters):
             sizes = ", ".join(f"{x}={n[x]}" for x in letters)
             raise ValueError(
                 f"power_attention: state.{name} must be [{', '.join(letters)}] with {sizes} (for d={d}, power={power}); "
                 f"got {list(tensor.shape)}"
             )
+        checks.shapes("power_attention", q=(q, "B T hq d"), **{f"state.{name}": (tensor, " ".join(letters))})
     return n
 
 

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .._sympow.basis import default_tile, dimension
 from .._sympow.reference import power_of
+from . import reference
+
+PIECE = 1024  # tokens
 
 SMALL = {
     "odd_sizes": dict(B=2, T=13, d=5, heads=3),
@@ -31,6 +35,7 @@ BENCH = {
     "d64_64k": dict(B=1, T=65536, d=64, heads=16),
     "d128_16k": dict(B=2, T=16384, d=128, heads=16),
     "decoding": dict(B=8, T=1, d=64, heads=16, begun=True, returned=True),
+    "d64_8k": dict(B=1, T=8192, d=64, heads=4),  # the shortest in chunks; for CPUs
 }
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, returned=True), dtype="float32", everywhere=True),
@@ -74,16 +79,60 @@ def make(
 def eager(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, power: int, scale: float | None, chunk_size: int | None, state: Any,
     return_state: bool,
-) -> Tensor:  # fmt: skip
-    """What a user of plain PyTorch writes: the quadratic form, without a state."""
-    groups = q.shape[2] // k.shape[2]
-    x, y, values = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
-    weights = ((x @ y.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)) ** power
-    if log_gate is not None:
-        G = log_gate.float().cumsum(1).transpose(1, 2).repeat_interleave(groups, 1)
-        weights = weights * (G[..., :, None] - G[..., None, :]).exp()
+) -> Any:  # fmt: skip
+    """What a user of plain PyTorch writes: the quadratic form, and φ only for a state."""
+    groups, tile = q.shape[2] // k.shape[2], default_tile(q.shape[3])
+    scale, wide = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(q.dtype, torch.float32)
+    x, y, values = (t.transpose(1, 2) for t in (q, k, v))
+    keys, values_of = y.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    weights = ((x @ keys.mT) * scale) ** power
+    G = None if log_gate is None else log_gate.to(wide).cumsum(1).transpose(1, 2)
+    if G is not None:
+        each = G.repeat_interleave(groups, 1)
+        weights = weights * (each[..., :, None] - each[..., None, :]).exp()
     weights = weights.tril()
-    return ((weights @ values.to(weights.dtype)) / weights.sum(-1, keepdim=True)).transpose(1, 2).to(q.dtype)
+    total, norm = weights @ values_of.to(weights.dtype), weights.sum(-1, keepdim=True)
+    if state is not None:
+        phi = power_of(x.to(wide), power, tile, True) * scale**power
+        if G is not None:
+            phi = phi * each[..., None].exp()
+        total = total + phi @ state[0].repeat_interleave(groups, 1)
+        norm = norm + phi @ state[1][..., None].repeat_interleave(groups, 1)
+    out = (total / norm).transpose(1, 2).to(q.dtype)
+    if not return_state:
+        return out
+    phi = power_of(y.to(wide), power, tile, True)
+    if G is not None:
+        phi = phi * (G[..., -1:] - G)[..., None].exp()
+    made = [phi.mT @ values.to(wide), phi.sum(-2)]
+    if state is not None:
+        kept = torch.ones(1, 1, device=q.device) if G is None else G[..., -1].exp()
+        made = [made[0] + state[0] * kept[..., None, None], made[1] + state[1] * kept[..., None]]
+    return out, *made
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, power: int, scale: float | None, chunk_size: int | None, state: Any,
+    return_state: bool,
+) -> Tensor:  # fmt: skip
+    """The reference, PIECE tokens at a time, each from the state that the last one left: a long sequence has too many weights.
+
+    Without states (power 4 above d = 32) the sequence is not cut.
+    """
+    T, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    if power > 2 and q.shape[3] > reference.WIDEST_STATE:
+        return reference.power_attention(q, k, v, log_gate, None, None, None, power, scale, chunk_size, False, False)[0]
+    B, h, d, e = q.shape[0], *k.shape[2:], v.shape[3]
+    D = dimension(d, power, default_tile(d))
+    empty = (q.new_zeros(B, h, D, e, dtype=wide), q.new_zeros(B, h, D, dtype=wide), q.new_zeros(B, h, dtype=wide))
+    S, z, norms = state or empty
+    found = []
+    for start in range(0, T, PIECE):
+        pieces = [None if x is None else x[:, start : start + PIECE] for x in (q, k, v, log_gate)]
+        rest = (S, z, norms, power, scale, chunk_size, True, False)
+        out, S, z, norms, *_ = checkpoint(reference.power_attention, *pieces, *rest, use_reentrant=False)
+        found.append(out)
+    return torch.cat(found, 1)
 
 
 def count(
