@@ -44,7 +44,9 @@ class Allocations(TorchDispatchMode):
         seen = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for t in tuple_of(out):
-            if isinstance(t, Tensor) and "set_" not in str(func) and t.untyped_storage().data_ptr() not in seen:
+            if not isinstance(t, Tensor) or t.is_meta:  # which has no memory: a pass is recorded with them
+                continue
+            if "set_" not in str(func) and t.untyped_storage().data_ptr() not in seen:
                 storage = t.untyped_storage()
                 gc.collect()  # the interpreter leaves its arguments to the garbage collector
                 self.sizes.append((str(func), storage.nbytes()))

@@ -298,16 +298,17 @@ def test_nothing_passes_a_shut_gate_backwards(impl):
         assert gradients(out, inputs)[3][:, 13] == 0
 
 
+@pytest.mark.parametrize(("power", "chunk"), [(2, None), (2, 2), (4, None), (4, 2)])
 @pytest.mark.parametrize("sizes", [(0, 5, 4, 2, 8, 3), (2, 0, 4, 2, 8, 3)], ids=["batch", "sequence"])
-def test_empty(impl, sizes):
+def test_empty(impl, sizes, power, chunk):
     """Without tokens a state stays as it is, and so does its gradient; without a batch there is nothing."""
-    inputs = leaves(*made(*sizes), device=impl.device)
-    state = PowerState(*leaves(*begun(sizes[0], 2, 8, 3), device=impl.device))
-    assert power_attention(*inputs, impl=impl).shape == (*sizes[:3], 3)
-    out, new = power_attention(*inputs, state=state, return_state=True, impl=impl)
+    inputs, options = leaves(*made(*sizes), device=impl.device), dict(power=power, chunk_size=chunk, impl=impl)
+    state = PowerState(*leaves(*begun(sizes[0], 2, 8, 3, power), device=impl.device))
+    assert power_attention(*inputs, **options).shape == (*sizes[:3], 3)
+    out, new = power_attention(*inputs, state=state, return_state=True, **options)
     assert out.shape == (*sizes[:3], 3)
     assert all(torch.equal(x, y) for x, y in zip(new, state))
-    _, nothing = power_attention(*inputs, return_state=True, impl=impl)
+    _, nothing = power_attention(*inputs, return_state=True, **options)
     assert not any(x.any() for x in nothing)
     found = torch.autograd.grad(new.S.sum() + 2 * new.z.sum() + out.sum(), [*inputs, state.S, state.z])
     assert [x.shape for x in found] == [x.shape for x in (*inputs, state.S, state.z)]
@@ -458,7 +459,7 @@ STATE = zeros((2, 2, 64, 3), (2, 2, 64), (2, 2))
         (zeros(Q, K, V), dict(state=(*zeros((2, 2, 36, 3)), *STATE[1:])), ("state.S must be [B, h, D, e]", "D=64", "2, 36, 3]")),
         (zeros(Q, K, V), dict(state=(STATE[0], *zeros((2, 4, 64)), STATE[2])), ("state.z must be [B, h, D]", "h=2", "[2, 4, 64]")),
         (zeros(Q, K, V), dict(state=(*STATE[:2], *zeros((2, 4)))), ("state.norms must be [B, h]", "h=2", "[2, 4]")),
-        (zeros(Q, K, V), dict(state=(*STATE[:2], *zeros((2, 2, 1)))), ("state.norms must have 2 dimensions", "got 3")),
+        (zeros(Q, K, V), dict(state=(*STATE[:2], *zeros((2, 2, 1)))), ("state.norms must be [B, h]", "h=2", "[2, 2, 1]")),
         (zeros(Q, K, V), dict(power=4, state=tuple(STATE)), ("state.S must be", "D=4096", "power=4", "[2, 2, 64, 3]")),
         (zeros(Q, K, V), dict(state=tuple(STATE[:2])), ("state must be a PowerState", "tuple")),
         (zeros(Q, K, V), dict(state=STATE[0]), ("state must be a PowerState", "a tensor [2, 2, 64, 3]")),

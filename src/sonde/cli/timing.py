@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -108,6 +109,7 @@ def peak_mib(call: Callable, device: torch.device) -> float:
         peak = torch.cuda.max_memory_allocated() - before
     else:
         allocator.forget()  # otherwise the call would reuse memory of earlier results
+        gc.collect()  # otherwise garbage that is collected during the call would be subtracted from what it allocates
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keep the profiler from logging to stderr
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             held = call()

@@ -83,6 +83,10 @@ _version_of = _find("Tensor._version", "whether points were written is seen in t
 _empty_strided_cpu = _find("_C._dynamo.guards._empty_strided_cpu", "results take longer to allocate")
 _empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", "results take longer to allocate")
 _raw_stream = torch.backends.cuda.is_built() and _find("_C._cuda_getCurrentRawStream", "a shared pool takes longer to allocate")
+flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu", "attention on CPUs takes several times as long")
+flash_attention_backward = _find(
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "gradients of attention on CPUs take several times as long"
+)
 _below_autograd = _find("_C._AutoDispatchBelowAutograd", "operators call each other once more")
 
 

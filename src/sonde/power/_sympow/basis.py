@@ -48,8 +48,8 @@ def root(u: list[int]) -> float:
 
 
 @lru_cache(64)
-def _tables(n: int, power: int) -> tuple[Any, Any]:
-    """``sequences`` and roots as arrays, without making a list first."""
+def arrays(n: int, power: int) -> tuple[Any, Any]:
+    """``sequences`` as int32 [tiles, power] and roots as float64 [tiles], with one tile, [0], for power 0."""
     import numpy as np  # imported here, because it takes as long to import as all of sonde
 
     u = np.zeros((1, 0), np.int32)
@@ -74,7 +74,7 @@ def tables(n: int, power: int, device: torch.device) -> tuple[Tensor, Tensor]:
     key = n, power, device
     found = _kept.get(key)
     if found is None:
-        u, roots = (torch.from_numpy(x.copy()).to(device) for x in _tables(n, power))
+        u, roots = (torch.from_numpy(x.copy()).to(device) for x in arrays(n, power))
         found = u, roots
         if type(u) is Tensor and device.type != "meta":  # tensors made under a tracer must not be cached
             if len(_kept) >= 64:

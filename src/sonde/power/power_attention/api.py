@@ -85,7 +85,7 @@ def _fake(
     if c >= T:
         return out, *state, *kept, new(B, T, 0), new(B, T, 0)
     chunks = (T + c - 1) // c
-    saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, power, wide))
+    saved = q.new_empty((B, chunks, h, D, e), dtype=reference.kept_dtype(q, k, v, power, wide, q.device))
     return out, *state, *kept, saved, new(B, chunks, h, D)
 
 

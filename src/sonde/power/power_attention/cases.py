@@ -43,7 +43,7 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=2048, d=128, heads=2, chunk=1024, begun=True, returned=True), dtype="bfloat16"),
     dict(sizes=dict(B=1, T=200, d=80, heads=1, groups=3, e=33, chunk=128), dtype="float16"),
     dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, begun=True), dtype="float64"),
-    dict(sizes=dict(B=1, T=1, d=64, heads=2, begun=True, returned=True), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=1, d=64, heads=2, begun=True, returned=True), dtype="bfloat16", everywhere=True),
     dict(sizes=dict(B=1, T=70, d=16, heads=1, power=4, chunk=32), dtype="bfloat16"),
     dict(sizes=dict(B=1, T=300, d=256, heads=1), dtype="bfloat16"),
 ]
@@ -61,8 +61,8 @@ def make(
         return torch.randn(*shape, device=device, generator=g)
 
     q, k, v = random(B, T, heads * groups, d), random(B, T, heads, d), random(B, T, heads, e or d)
-    if power > 2:  # no query is at right angles to its own key, which would make the fourth power rounding alone
-        k = k + q[:, :, ::groups]
+    own = q.unflatten(2, (heads, groups)).sum(3)  # if a query is at right angles to all its keys, its result is rounding alone
+    k = k + own if power > 2 else torch.cat([k[:, :1] + own[:, :1], k[:, 1:]], 1)  # with power 2, only the first has too few keys
     gate = -0.05 - torch.rand(B, T, heads, device=device, generator=g) * (8 / max(8, T)) if gated else None
     if layout == "hostile":  # values far apart in size
         v[..., ::2] *= 30

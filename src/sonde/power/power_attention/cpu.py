@@ -13,8 +13,9 @@ from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
 from .._dense.reference import residual_dtype
-from .._sympow.basis import BLOCK, Basis, default_tile, dimension
-from .reference import LEAST_GATE, kept_dtype, length, rows_of_chunk, scale_of, threshold
+from .._sympow.basis import BLOCK, default_tile, dimension
+from .._sympow.cpu import CpuBasis
+from .reference import LEAST_GATE, length, rows_of_chunk, scale_of, threshold
 
 ROWS = 256  # of weights at a time
 
@@ -88,12 +89,12 @@ def forward_pass(
     p = CpuPass(wide, given)
     (B, T, hq, d), (h, e), dtype = q.shape, v.shape[2:], q.dtype
     D, size, dead = dimension(d, power, default_tile(d)), rows_of_chunk(T, d, e, power, chunk_size), scale_of(q, scale) == 0
-    basis, several, least = Basis(d, power, default_tile(d), True), size < T, threshold(wide)
+    basis, several, least = CpuBasis(d, power, default_tile(d), True, wide), size < T, threshold(wide)
     state = [(B, h, D, e), (B, h, D), (B, h)] if return_state else [(B, T, 0)] * 3
     chunks = -(-T // size)
     kept = [(B, chunks, h, D, e), (B, chunks, h, D)] if several else [(B, T, 0)] * 2
     lost = residual_dtype(wide, q, k, v)
-    dtypes = dtype, wide, wide, wide, wide, lost or dtype, kept_dtype(q, k, v, power, wide) if several else wide, wide
+    dtypes = dtype, wide, wide, wide, wide, lost or dtype, wide, wide
     shapes: list[tuple[int, ...]] = [(B, T, hq, e), *state, (B, T, hq), (B, T, hq, e) if lost else (B, T, 0), *kept]
 
     def run(
@@ -134,7 +135,7 @@ def forward_pass(
 
 
 def _outputs(
-    head: Head, chunk: Chunk, rows: slice, past: list[Tensor] | None, basis: Basis, power: int, least: float
+    head: Head, chunk: Chunk, rows: slice, past: list[Tensor] | None, basis: CpuBasis, power: int, least: float
 ) -> tuple[Tensor, Tensor]:
     """The results [groups, R, e] of R rows of a chunk, and one over their sums of weights: 0 where these are rounding alone."""
     x, keys = head.x[:, chunk.rows][:, rows], head.k[chunk.rows][: rows.stop]
@@ -157,7 +158,7 @@ def _outputs(
     return torch.where(dead[..., None], 0, total * rate[..., None]), rate
 
 
-def _folded(head: Head, chunk: Chunk, past: list[Tensor] | None, basis: Basis, power: int) -> list[Tensor]:
+def _folded(head: Head, chunk: Chunk, past: list[Tensor] | None, basis: CpuBasis, power: int) -> list[Tensor]:
     """The state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]
     S, z, norms = (
@@ -184,7 +185,7 @@ def backward_pass(
     p = CpuPass(wide, dict(d_out=d_out, d_S=d_S, d_z=d_z, **inputs, norms=norms, **plain, **saved))
     (_, T, _, d), e = q.shape, v.shape[3]
     size = rows_of_chunk(T, d, e, power, chunk_size)
-    basis, several, gated = Basis(d, power, default_tile(d), True), size < T, needs[3] and log_gate is not None
+    basis, several, gated = CpuBasis(d, power, default_tile(d), True, wide), size < T, needs[3] and log_gate is not None
     wanted = [(name, t.shape, t.dtype) for (name, t), need in zip(inputs.items(), needs) if need and t is not None]
 
     def run(
@@ -294,7 +295,7 @@ def _within(
 
 
 def _of_queries(
-    head: Head, chunk: Chunk, past: list[Tensor], basis: Basis, given: Gradients, d_x: Tensor, flows: Flows | None
+    head: Head, chunk: Chunk, past: list[Tensor], basis: CpuBasis, given: Gradients, d_x: Tensor, flows: Flows | None
 ) -> list[Tensor]:
     """Add the queries' gradients through the state before a chunk; returns the gradients of that state."""
     incoming, rate, shifts = (t[:, chunk.rows] for t in given)
@@ -314,7 +315,7 @@ def _of_queries(
 
 
 def _of_keys(
-    head: Head, chunk: Chunk, later: list[Tensor], basis: Basis, d_k: Tensor, d_v: Tensor, flows: Flows | None
+    head: Head, chunk: Chunk, later: list[Tensor], basis: CpuBasis, d_k: Tensor, d_v: Tensor, flows: Flows | None
 ) -> None:  # fmt: skip
     """Add the gradients of keys and values through the state after a chunk."""
     keys, values = head.k[chunk.rows], head.v[chunk.rows]

@@ -98,7 +98,7 @@ def forward_pass(
     lost = p.buffer("lost", (B, T, hq, e) if lost_dtype else nothing, lost_dtype or q.dtype)
     several = n.chunks > 1
     shapes = [(B, n.chunks, n.h, n.D, e), (B, n.chunks, n.h, n.D)] if several or S is not None else [nothing] * 2
-    kinds = kept_dtype(q, k, v, power, wide) if shapes[0] != nothing else wide, wide
+    kinds = kept_dtype(q, k, v, power, wide, p.device) if shapes[0] != nothing else wide, wide
     kept = [p.buffer(name, shape, kind) for name, shape, kind in zip(("states", "moments"), shapes, kinds)]
     saved = kept if several else [p.buffer(name, nothing, wide) for name in ("no states", "no moments")]
     writes = ["out", *(KEPT if return_state else ())]
@@ -226,7 +226,7 @@ def backward_pass(
     elif n.crossed or return_state:
         if of_gates and n.crossed:
             flows = p.buffer("flows", (n.B * n.h, n.chunks + 1, gpu_launches.flow_columns(n)), wide)
-        kind = kept_dtype(q, k, v, power, wide)
+        kind = kept_dtype(q, k, v, power, wide, p.device)
         after = _after(p, n, slots, about, (past_rate, past_shift), end if of_begin else None, kind, before, flows)
         if after[0] is not None:
             of_keys = _past_keys(p, n, slots, about, after)

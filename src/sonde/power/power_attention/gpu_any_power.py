@@ -233,7 +233,7 @@ def _flows(m: _Matrices, before: Slab, after: str, first: str) -> str:
     def run(states: Tensor, after: Tensor, first: Tensor) -> Tensor:
         found = states.new_zeros(shape[0], n.chunks + 1, 1)
         states, after = states.view(shape), after.view(shape)
-        found[:, 0, 0] = (states[:, 0] * first.view(shape[0], -1)).sum(1)
+        found[:, 0, 0] = (states[:, 0] * first.view(shape[0], shape[2])).sum(1)
         for chunk in range(1, n.chunks):
             found[:, chunk, 0] = (states[:, chunk] * after[:, chunk - 1]).sum(1)
         return found

@@ -101,7 +101,8 @@ def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) ->
     return CHUNK
 
 
-def kept_dtype(q: Tensor, k: Tensor, v: Tensor, power: int, wide: torch.dtype) -> torch.dtype:
-    """The dtype of the states of chunks, which are multiplied again: bfloat16 has the range for that, float16 has not."""
+def kept_dtype(q: Tensor, k: Tensor, v: Tensor, power: int, wide: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the states between chunks. Matrix units multiply them in the operands' dtype, which must have the range for it:
+    bfloat16 has, float16 has not. CPUs multiply in `wide`."""
     narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and wide == torch.float32 and power == 2
-    return torch.bfloat16 if narrow else wide
+    return torch.bfloat16 if narrow and device.type != "cpu" else wide

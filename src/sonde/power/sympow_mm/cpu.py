@@ -11,17 +11,18 @@ from ...jit.steps import Pass
 from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
-from .._sympow.basis import BLOCK, Basis
+from .._sympow.basis import BLOCK
+from .._sympow.cpu import CpuBasis
 
 
-def times(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+def times(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     """out [R, N] = φ(x) @ y."""
     for rows in basis.blocks(len(x)):
         torch.mm(basis.phi(x[rows]), y, out=out[rows])
     return out
 
 
-def sums(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+def sums(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     """out [D, N] = φ(x)ᵀ @ y, in blocks that are added in order."""
     out.zero_()
     for rows in basis.blocks(len(x)):
@@ -29,7 +30,7 @@ def sums(basis: Basis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def gradient(basis: Basis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
+def gradient(basis: CpuBasis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
     """∂x [R, d]; ∂φ is the product of rows and the transposed state."""
     scratch = torch.empty(0, dtype=x.dtype)
     for rows in basis.blocks(len(x)):
@@ -45,7 +46,7 @@ def forward_pass(
 ) -> Pass:  # fmt: skip
     B, wide, N = a.shape[0], accumulator(a, b, accumulate), b.shape[2]
     p = CpuPass(wide, dict(a=a, b=b, accumulate=accumulate))
-    basis = Basis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled)
+    basis = CpuBasis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled, wide)
     shape, dtype = (B, a.shape[1] if expand == "k" else basis.D, N), a.dtype
 
     def run(a: Tensor, b: Tensor, accumulate: Tensor | None) -> Tensor:
@@ -75,7 +76,7 @@ def backward_pass(
 ) -> Pass:  # fmt: skip
     B, wide = a.shape[0], accumulator(a, b, accumulate)
     p = CpuPass(wide, dict(grad=grad, a=a, b=b, accumulate=accumulate))
-    basis = Basis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled)
+    basis = CpuBasis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled, wide)
     of_a, of_b = (a.shape, a.dtype), (b.shape, b.dtype)
     found: list[str] = []
     about = dict(scratch=5 * BLOCK * wide.itemsize, promise=Determinism.RUN_TO_RUN)
