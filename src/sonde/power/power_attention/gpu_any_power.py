@@ -184,7 +184,8 @@ def query_gradients(p: Pass, n: Problem, slots: dict[str, str], past: Sequence[s
 
     def entering(S: Tensor, z: Tensor) -> Tensor:
         both = torch.cat([S.to(m.wide), z.to(m.wide)[..., None]], -1)
-        return (both.transpose(1, 2) if n.chunks > 1 else both).reshape(m.count, n.D, n.e + 1)
+        matrices = (both.transpose(1, 2) if n.chunks > 1 else both).reshape(-1, n.D, n.e + 1)
+        return matrices[: m.count]  # none, where the sequence is empty and has only the state that it began with
 
     of = ["states", "moments"] if n.chunks > 1 else ["S", "z"]
     queries = Queries(m.rows("queries", slots["q"], n.groups, n.d), m.make("states before", entering, of, n.D, n.e + 1))
@@ -233,7 +234,8 @@ def _flows(m: _Matrices, before: Slab, after: str, first: str) -> str:
     def run(states: Tensor, after: Tensor, first: Tensor) -> Tensor:
         found = states.new_zeros(shape[0], n.chunks + 1, 1)
         states, after = states.view(shape), after.view(shape)
-        found[:, 0, 0] = (states[:, 0] * first.view(shape[0], shape[2])).sum(1)
+        if n.chunks:
+            found[:, 0, 0] = (states[:, 0] * first.view(shape[0], shape[2])).sum(1)
         for chunk in range(1, n.chunks):
             found[:, chunk, 0] = (states[:, chunk] * after[:, chunk - 1]).sum(1)
         return found
