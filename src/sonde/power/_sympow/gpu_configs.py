@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 class Config(NamedTuple):
     block_r: int  # rows of x
     block_n: int  # columns of the product
-    block_d: int  # columns of φ; of paired tiles, T·T
+    block_d: int  # columns of φ; T·T for paired tiles
     num_warps: int
     num_stages: int
 
