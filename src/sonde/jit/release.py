@@ -59,7 +59,7 @@ _building: dict[str, Entry] | None = None  # in a process that builds a release:
 class Task(NamedTuple):
     """Build one case of one operator for one architecture, with the winners shipped for one device or with the defaults.
 
-    Or a function of the user's, ``"module:function"``, which calls what is to be built; it has no case, dtype or layout.
+    Or build what a user's function calls, ``"module:function"``; then there is no case, dtype or layout.
     """
 
     operator: str  # its name in the table
