@@ -12,7 +12,7 @@ Strides = tuple[int, int, int]  # of batch, row and column
 
 
 class Problem(NamedTuple):
-    """[B, M, K] @ [B, K, N]: what is computed, not how."""
+    """[B, M, K] @ [B, K, N]: what a launch computes; ``Config`` says how."""
 
     B: int
     M: int
