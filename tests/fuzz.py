@@ -1,4 +1,4 @@
-"""Random calls of every operator: sizes, dtypes, layouts and options that nobody listed, and arguments that are wrong.
+"""Random calls of every operator: combinations of sizes, dtypes, layouts and options that no test lists, and wrong arguments.
 
 Run alone, it prints for each finding how to repeat it: ``python tests/fuzz.py --calls 20000 --seed 7``. A soak test is ``python
 tests/fuzz.py --calls 1000000 --seconds 3600 --threads 4 --json soak.json``.

@@ -265,7 +265,7 @@ _FILE = re.compile(r"[\w.+-]{1,200}")
 
 
 def _is_file(name: str, digest: Any) -> bool:
-    """True for ``folder/file``, with the folder named as Triton names them; no path out of the release has that form."""
+    """True for ``folder/file`` with a folder name of Triton's form; no path out of the release has that form."""
     folder, _, file = name.partition("/")
     plain = _FOLDER.fullmatch(folder) and _FILE.fullmatch(file) and file not in (".", "..")
     return bool(plain) and isinstance(digest, str) and _HEX.fullmatch(digest) is not None

@@ -111,13 +111,13 @@ class EpipolarAttention(nn.Module):
         return self._results(seen).transpose(1, 2).reshape(B, V, self.dim, H, W)
 
     def _queries(self, tokens: Tensor) -> Tensor:
-        """``[B·V, Q, dim]`` → ``[B·V, h, Q, dim]``: what each head looks for, in the channels of the features."""
+        """``[B·V, Q, dim]`` → ``[B·V, h, Q, dim]``: each head's queries, in the channels of the features."""
         keys, _ = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         rows = self.to_q(tokens).unflatten(-1, (self.heads, self.d_head)).transpose(1, 2)
         return torch.matmul(rows, keys)
 
     def _results(self, seen: Tensor) -> Tensor:
-        """What each head saw, ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
+        """Project and combine the heads' weighted sums: ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
         _, values = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         heads = torch.matmul(seen, values.transpose(1, 2))
         out: Tensor = self.to_out(heads.transpose(1, 2).flatten(2))

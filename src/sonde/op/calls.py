@@ -32,7 +32,7 @@ class PreparedBackward(NamedTuple):
 
 
 class PreparedCall:
-    """What one kind of call does, decided once."""
+    """A prepared call: what all calls with the same key do, decided once."""
 
     __slots__ = ("backward", "deterministic", "forward", "guard", "impl", "recorded", "settings", "values")
 

@@ -30,7 +30,8 @@ def visible(
 
 @triton.jit
 def pick(rank, j, count, ROWS: tl.constexpr):
-    """ROWS visible samples from number `j` on. `rank` counts them inclusively, so number i comes after as many ranks as are ≤ i."""
+    """Indices of ROWS visible samples, from number `j` on. `rank` counts visible samples inclusively, so the index of number i is
+    the number of ranks ≤ i."""
     slot = j + tl.arange(0, ROWS)[:, None]
     here = slot < count
     return here, tl.where(here, tl.sum((rank[None, :] <= slot).to(tl.int32), 1, keep_dims=True), 0)

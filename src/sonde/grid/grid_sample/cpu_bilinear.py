@@ -31,7 +31,7 @@ from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import COUNTED, FULL, add_spilled_planes, block_full, clear, flush_planes, hash16, new_spill
 from .cpu_taps import BLOCK, place
 
-FEW = 8  # up to so many channels are few
+FEW = 8  # at most this many channels count as few
 FEW_BLOCK = 128  # with few channels: samples that are located, and whose pixels are prefetched, before the first is read
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from ...jit.launch import Launch, accumulator, cdiv, power_of_2, vector_of
 from .._pyramid.gpu_levels import block_of
 
-FEW = 8192  # queries times heads; up to so many, each is a program of its own, or the device would idle
+FEW = 8192  # queries times heads; up to this many, each is a program of its own, or the device would idle
 CHUNK = 8  # tiles of channels whose accumulators one program keeps
 
 

@@ -14,7 +14,7 @@ def shift(most):
 
 @triton.jit
 def add_block(total, norm, most, logits, factor, values, COMMON: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a block of keys to [BM, E] sums, [BM] norms and [BM] maxima; `factor` ≥ 0 turns logits into powers of two."""
+    """Add a block of keys to [BM, E] sums, [BM] norms and [BM] maxima; `factor` ≥ 0 converts logits to base-2 exponents."""
     higher = tl.maximum(most, tl.max(logits, 1) * factor)
     weights = tl.exp2(logits * factor - shift(higher)[:, None])
     rescale = tl.exp2(most - shift(higher))

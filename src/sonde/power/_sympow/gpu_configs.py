@@ -10,7 +10,7 @@ Strides = tuple[int, int, int]  # of batch, row and column
 
 
 class Problem(NamedTuple):
-    """φ of x [B, R, d], and what it is multiplied with."""
+    """φ of x [B, R, d], and the operand that it is multiplied by."""
 
     B: int
     R: int
