@@ -1,4 +1,4 @@
-"""What we claim about versions, as commands: each session runs the tests in an environment of its own.
+"""Our claims about versions, as commands: each session runs the tests in an environment of its own.
 
     nox                                       # all sessions that this machine has an interpreter for
     nox -s oldest_torch                       # one of them

@@ -73,7 +73,7 @@ def custom_op() -> Callable[..., Tensor]:
 
 
 def microseconds(call: Callable[[], object], device: str, count: int) -> float:
-    """The least of several runs; each is short enough that the device's queue does not block the host."""
+    """The smallest of several runs; each is short enough that the device's queue does not block the host."""
     found = []
     for _ in range(9):
         start = time.perf_counter()

@@ -154,7 +154,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def measure(name: str, out: Path, turn: Path, chosen: Sequence[str]) -> None:
-    """One operator in a process of its own: everything is compiled first, then timed while no other process is timing."""
+    """Measure one operator, in its own process: compile everything first, then time while no other process does."""
     operator, lines, records = OPERATORS[name], [], []
     progress = out / f"{name}.progress"
     names = [c for c in CASES[name] or operator.cases.BENCH if not chosen or c in chosen]

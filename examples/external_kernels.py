@@ -25,7 +25,7 @@ PUBLISHED = "PhysicsNeMo's tutorial, A100, 27,000 queries, 100,000 points, k = 7
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The least of several runs."""
+    """The smallest of several runs."""
     call()
     found = []
     for _ in range(repeats):

@@ -4,8 +4,8 @@
     python examples/knn_projector.py --radius 0.1         # over all points within a radius
     python examples/knn_projector.py --points 100000 --side 30
 
-Trained eagerly and compiled, and compared with the same model in plain PyTorch (distances in chunks, the least of each row). All
-are checked against each other before they are timed.
+Trained eagerly and compiled, and compared with the same model in plain PyTorch (distances in chunks, the smallest of each row).
+All are checked against each other before they are timed.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def loss_of(model: Model, tokens: Tensor) -> Tensor:
 
 
 def train(models: dict[str, Model], text: Tensor, steps: int) -> list[tuple[int, ...]]:
-    """Train all models on the same batches; rows of the step and each model's loss on text that was kept back."""
+    """Train all models on the same batches; returns rows of the step and each model's loss on held-out text."""
     text, kept = text[: -8 * (LENGTH + 1)], text[-8 * (LENGTH + 1) :].view(8, -1)
     optimizers = {name: torch.optim.AdamW(model.parameters(), 3e-3) for name, model in models.items()}
     schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 3e-3, total_steps=max(2, steps)) for o in optimizers.values()]

@@ -1,7 +1,7 @@
-"""Random calls of every operator: sizes, dtypes, layouts and options that nobody listed, and arguments that are wrong.
+"""Random calls of every operator: combinations of sizes, dtypes, layouts and options that no test lists, and wrong arguments.
 
-Run alone, it goes on for as long as it is told and prints what to repeat: ``python tests/fuzz.py --calls 20000 --seed 7``, or as
-a soak ``python tests/fuzz.py --calls 1000000 --seconds 3600 --threads 4 --json soak.json``.
+Run alone, it prints for each finding how to repeat it: ``python tests/fuzz.py --calls 20000 --seed 7``. A soak test is ``python
+tests/fuzz.py --calls 1000000 --seconds 3600 --threads 4 --json soak.json``.
 A call must give a right result, values and gradients within the bounds of the tests, or raise one of ``REFUSALS``.
 """
 
@@ -135,7 +135,7 @@ def sabotage(choose: random.Random, args: Sequence) -> tuple[tuple, str]:
 
 
 def run(case: Case, target: Target) -> str:
-    """What came of the call, in a word; an AssertionError or any other unexpected exception is a finding."""
+    """The outcome of the call, in a word; an AssertionError or any other unexpected exception is a finding."""
     if case.wrong:
         try:
             args = leaves(case.given)

@@ -1,4 +1,4 @@
-"""What every operator must satisfy in every implementation. Its entry in ``sonde.operators`` includes a new operator."""
+"""What every operator must satisfy in every implementation. A new operator is included by its entry in ``sonde.operators``."""
 
 # ruff: noqa: E731 (short functions read better on one line)
 

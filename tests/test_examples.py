@@ -86,7 +86,7 @@ def documented(page: str, section: str = "") -> str:
 
 @pytest.mark.parametrize(("page", "section"), [("power.md", ""), ("migrating.md", "retention")])
 def test_documented(page, section):
-    """The blocks of Python run, each by itself, and what they assert is true."""
+    """Each block of Python runs by itself, and its assertions hold."""
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", documented(page, section), re.MULTILINE | re.DOTALL)
     assert blocks

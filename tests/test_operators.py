@@ -51,7 +51,7 @@ def test_names(operator: Operator):
 
 @EACH
 def test_cases(operator: Operator):
-    """Each operator has the cases that tests ask of every operator and those its traits name."""
+    """Each operator has the cases that tests require of every operator, and those that its traits name."""
     assert set(EDGES) <= operator.cases.SMALL.keys()
     named = {*(operator.in_full or ()), *(operator.interpreted_cases or ()), *operator.vanishing}
     assert named <= operator.cases.SMALL.keys()

@@ -22,7 +22,7 @@ wp.init()
 
 @wp.func
 def nearest(grid: wp.uint64, points: wp.array(dtype=wp.vec3), q: wp.vec3, radius: float) -> float:
-    """The least distance in the ball, or the radius. It is subtracted, so that the exponentials do not vanish."""
+    """The smallest distance in the ball, or the radius. It is subtracted, so that not all exponentials underflow."""
     least = float(radius)
     for j in wp.hash_grid_query(grid, q, radius):
         least = wp.min(least, wp.length(q - points[j]))

@@ -1,9 +1,9 @@
-"""The one table of operators: what commands, tests, release builds and benchmarks know of each.
+"""The one table of operators: what commands, tests, release builds and benchmarks know about each.
 
-Importing it loads no family: an entry's methods import what they need. A new operator adds an entry, and joins all of them.
+Importing it loads no family: an entry's methods import what they need. An operator with an entry takes part in all of them.
 Its folder has the files of every other (``CONTRIBUTING.md``); its ``cases.py`` has ``SMALL``, ``BENCH``, ``TARGETS``, ``make``,
 ``eager`` and ``count`` (the last two unless bench refuses it), and ``SMALL`` has at least the cases named in ``EDGES``. If the
-reference needs more memory for real cases than there is, ``definition`` computes the same in pieces, for the checks of ``bench``.
+reference needs too much memory for real cases, ``definition`` computes the same in pieces, for the checks of ``bench``.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Operator:
     # -- results
     results: tuple[str, ...] = ("out",)
     graded: str = "out"  # the one with a gradient, if any
-    returns_more: bool = False  # an option makes it return more than that, in a tuple
+    returns_more: bool = False  # with some option it returns a tuple with more than that
     keeps_layout: bool = False  # a channels-last input gives a channels-last result
     any_rank: bool = False  # it takes tensors with any number of leading dimensions
-    alone: bool = False  # it has one tensor, whose sizes no other fixes
+    alone: bool = False  # it has a single tensor, so no other tensor fixes its sizes
     linear: bool = False  # its gradients do not depend on its arguments
     by_torch: bool = False  # on CPUs torch computes it, with threads that a forked process lacks
-    rounded: bool = False  # in half precision, terms are rounded before they are added, since that is what matrix units multiply
-    broadcasts: bool = False  # a batch of one serves any other
+    rounded: bool = False  # in half precision, factors are rounded before they are multiplied, as matrix units require
+    broadcasts: bool = False  # a batch of one is shared by all rows of the other argument
     sees_everything: bool = False  # no point is too far away to count
-    sizes_from_data: bool = False  # the sizes of the results depend on values
+    sizes_from_data: bool = False  # the results' sizes depend on values
     atomic: bool = True  # on GPUs some gradient is summed by atomics, unless determinism is asked for
 
     # -- sizes of cases

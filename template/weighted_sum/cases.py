@@ -18,7 +18,7 @@ SMALL = {
     "no_rows": dict(B=2, Q=0, C=2),
     "no_channels": dict(B=2, Q=3, C=0),
 }
-# what models use it for
+# the sizes that models use
 BENCH = {"tokens": dict(B=16, Q=4096, C=256)}
 # what tests/test_targets.py compiles; one case is compiled for every architecture
 TARGETS: list[dict[str, Any]] = [

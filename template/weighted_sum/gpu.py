@@ -38,7 +38,7 @@ def backward_pass(grad: Tensor, rows: Tensor, weights: Tensor, *, needs: Sequenc
 
 
 class Problem(NamedTuple):
-    """What a launch computes, not how."""
+    """What a launch computes; ``Config`` says how."""
 
     B: int
     Q: int

@@ -38,7 +38,7 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
         }  # half a batch; one neighbour, unless the case sets k
         channels = more.get(r["operator"], 8)
         operator = OPERATORS[r["operator"]]
-        if not operator.by_torch:  # dense products count their terms in another way
+        if not operator.by_torch:  # dense products count their terms differently
             assert r["counted"]["taps"] == 2 * (12 if r["case"] == "tiny" else 5) * 3 * channels
         graded = {operator.arguments[i] for i in floats(operator.make(**small(operator)))}
         assert set(r["figures"]["sonde"]["errors"]) == {"out", *graded}

@@ -205,7 +205,7 @@ def test_tune_needs_a_gpu_but_for_a_dry_run(tmp_path):
 
 
 def test_dry_run_in_half_precision():
-    """Without a GPU, whether it has tensor descriptors is not known; a state is a tuple of tensors on the planned device."""
+    """Without a GPU, it is unknown whether there are tensor descriptors; a state is a tuple of tensors on the planned device."""
     pytest.importorskip("triton")
     done = shell("tune", "--dry-run", "mm", "attention", "power_attention", "--dtype", "bfloat16", "--layout", "contiguous")
     assert (done.returncode, done.stderr) == (0, "")

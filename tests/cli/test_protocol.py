@@ -55,7 +55,7 @@ def test_contenders_take_turns():
 
 
 def test_the_least_of_several_turns_counts(monkeypatch):
-    """The least of several rounds is reported for every contender, however long its first round took."""
+    """The smallest time of several rounds is reported for every contender, however long its first round took."""
     found = {"a": iter([12, 5, 7, 5, 5]), "b": iter([9, 1, 2, 3, 4])}
     monkeypatch.setattr(timing, "_events", lambda call, seconds: next(call))
     assert timing.call_ms(found, torch.device("cuda"), 10.0) == {"a": 5, "b": 1}
@@ -76,7 +76,7 @@ def test_commit_is_not_taken_from_a_repository_around_the_installation(monkeypat
 
 
 def test_again(tiny, monkeypatch, tmp_path):
-    """Further rounds time all calls again and keep the least time of each."""
+    """Further rounds time all calls again and keep the smallest time of each."""
     rounds = iter(range(6))
     seen = []
 

@@ -23,7 +23,7 @@ def sequence(T: int = T, dtype=torch.float64) -> list[Tensor]:
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, deg: int = 2, scale: float = 1.0) -> Tensor:
-    """Every weight by itself: (scale · q·k)^deg and one factor for each gate between key and query."""
+    """Each weight computed by itself: (scale · q·k)^deg, times one factor for each gate between key and query."""
     gates = torch.ones_like(k[..., 0]) if log_g is None else log_g.exp()
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for b in range(q.shape[0]):
@@ -61,7 +61,7 @@ def test_signatures():
     "options", [dict(), dict(chunk_size=4), dict(chunk_size=4, switch_over_seq_len=64), dict(scale=-3.0)], ids=str
 )
 def test_sequence(gated, deg, options):
-    """Values and gradients; lengths that chunks do not divide."""
+    """Values and gradients, also for lengths that are not multiples of the chunk."""
     leaves = [x.requires_grad_() for x in sequence(11)[: 3 + gated]]
     log_g = leaves[3] if gated else None
     found = []
@@ -73,7 +73,7 @@ def test_sequence(gated, deg, options):
 
 
 def test_final_state_is_that_of_power_attention():
-    """Also in pieces, each of which begins with the state of the one before."""
+    """Also in pieces, each starting with the previous piece's state."""
     given = sequence()
     want = truth(*given)
     out, S, z = power_retention(*given, return_final_state=True, chunk_size=8)
@@ -112,7 +112,7 @@ def test_gradients_of_a_state():
     ids=str,
 )
 def test_short_sequences_have_no_state_yet(options, cached):
-    """As in the original, which pads to whole chunks first: their keys are still the cache, and would otherwise count twice."""
+    """As in the original, which pads to whole chunks first: these keys are still in the cache and would be counted twice."""
     given = sequence()
     out, S, z = power_retention(*given, return_final_state=True, **options)
     close(out, truth(*given))
@@ -124,7 +124,7 @@ def test_short_sequences_have_no_state_yet(options, cached):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("prompt", "limit"), [(3, 6), (6, 6), (10, 6), (0, 4), (1, 1), (5, None), (9, 512)])
 def test_decoding_with_a_cache(prompt, limit, gated):
-    """A prompt, then token after token: the cache grows until it goes into the state, and is then emptied."""
+    """A prompt, then token after token: the cache grows until it is added to the state and emptied."""
     given = sequence()
     given = given if gated else [*given[:3], None]
     want, found, state = truth(*given), [], (None, None)
@@ -158,7 +158,7 @@ def test_decoding_with_a_cache(prompt, limit, gated):
 @pytest.mark.parametrize("deg", [2, 4])
 @pytest.mark.parametrize("queries", [0, 1, 4])
 def test_queries_of_a_cache(deg, queries):
-    """Several queries are the last tokens, and see neither each other's future nor its gates; a fourth power has a cache alone."""
+    """Several queries are the last tokens; each ignores later tokens and their gates. The fourth power has only a cache."""
     given = sequence()
     want, S, z = power_retention(*given, return_final_state=True)[0] if deg == 2 else truth(*given, deg), None, None
     begin = 0
@@ -171,7 +171,7 @@ def test_queries_of_a_cache(deg, queries):
 
 
 def test_a_state_alone():
-    """Queries without a cache see the state: as None, or with no rows."""
+    """Queries see the state if the cache is None or has no rows."""
     Q, K, V, log_G = sequence()
     _, S, z = power_retention(Q, K, V, log_G, return_final_state=True)
     query = torch.cat([Q[:, -1:], Q[:, :2]], 1)
@@ -200,7 +200,7 @@ def test_gradients_of_inference():
 
 
 def test_no_scale_and_no_weights():
-    """A scale of 0 is a scale; queries that see nothing give 0, whatever the chunks."""
+    """A scale of 0 does not mean the default; queries that see nothing give 0, whatever the chunks."""
     Q, K, V, log_G = sequence()
     assert not power_retention(Q, K, V, log_G, scale=0).any()
     assert not power_retention_inference(Q[:, -1:], K, V, log_G, scale=0.0)[0].any()
@@ -220,7 +220,7 @@ def test_rounding_alone_is_no_result(d):
     keys = (torch.randn(1, 9, 1, d - 1, generator=g) @ axes[: d - 1]) * 30
     query, values = axes[-1].expand(1, 9, 1, d).contiguous(), torch.randn(1, 9, 1, 3, generator=g)
     _, S, z = power_retention(query, keys, values, return_final_state=True)
-    assert (sonde.power.sympow(query[0, 0, 0], 2) @ z[0, 0] != 0).any()  # not by chance
+    assert (sonde.power.sympow(query[0, 0, 0], 2) @ z[0, 0] != 0).any()  # so the zero is not accidental
     assert not power_retention_inference(query[:, :1], None, None, None, S, z)[0].any()
     assert not power_retention(query[:, :1], keys[:, :1], values[:, :1], None, S, z).any()
     norms = retention._state("", dict(d=d, h=1, e=3), query, S, z, 2).norms
@@ -229,7 +229,7 @@ def test_rounding_alone_is_no_result(d):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
-    """Results have the queries' dtype, states are float32; a state rounded to the dtype is accepted, as the original's is."""
+    """Results have the queries' dtype and states are float32; states rounded to that dtype are accepted, as in the original."""
     Q, K, V, log_G = sequence(dtype=dtype)
     log_G, limits = log_G.float(), dict(rtol=0.05, atol=0.05) if dtype != torch.float32 else dict(rtol=1e-4, atol=1e-4)
     want = truth(Q.double(), K.double(), V.double(), log_G.double())
@@ -248,7 +248,7 @@ def test_dtypes(dtype):
 
 
 def test_gates_that_let_nothing_pass():
-    """−∞ is a gate: nothing before it counts."""
+    """A gate may be −∞: nothing before it counts."""
     Q, K, V, log_G = sequence()
     log_G[:, 12] = -torch.inf
     want = truth(Q[:, 12:], K[:, 12:], V[:, 12:], log_G[:, 12:])

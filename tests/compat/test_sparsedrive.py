@@ -167,7 +167,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses(name):
-    """The error names the argument, what was expected and what came."""
+    """The error names the argument, what was expected and what was given."""
     given, inverse, error, text = REFUSED[name]
     with pytest.raises(error) as found:
         sparsedrive.feature_maps_format(given, inverse)

@@ -717,7 +717,7 @@ BAD = [
 
 @pytest.mark.parametrize(("wrong", "kind", "words"), BAD)
 def test_messages(wrong, kind, words, monkeypatch):
-    """Each message names the argument, what was expected and what came; nothing is launched."""
+    """Each message names the argument, what was expected and what was given; nothing is launched."""
     pytest.importorskip("numba")
     seen = spy(monkeypatch, OPERATOR, "numba")
     with pytest.raises(kind, match="grid_sample: ") as caught:

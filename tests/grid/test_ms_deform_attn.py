@@ -432,7 +432,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_messages(case, monkeypatch):
-    """Each message names the argument, what was expected and what came; nothing is launched."""
+    """Each message names the argument, what was expected and what was given; nothing is launched."""
     wrong, kind, words = BAD[case]
     args = dict(zip(OPERATOR.arguments, make(Target("reference"), torch.float32))) | wrong
     monkeypatch.setattr(OPERATOR.kernels("numba"), "forward_pass", None)

@@ -258,7 +258,7 @@ def refused(words, *args, kind=ValueError, **options):
 
 
 def test_errors():
-    """Each names the argument, what was expected and what came."""
+    """Each names the argument, what was expected and what was given."""
     images, samples, queries, depths = torch.randn(2, 6, 4, 5), torch.rand(2, 3, 4, 2), torch.randn(2, 2, 3, 4), torch.rand(2, 3, 4)
     args = images, samples, queries, depths, 1
     several = images[:, None], samples[:, None], queries, depths[:, None], 1

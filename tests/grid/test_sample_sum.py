@@ -264,7 +264,7 @@ def test_same_bits_for_both_layouts(target):
     ],
 )
 def test_messages(which, shape, words):
-    """Each message names the argument, what was expected and what came."""
+    """Each message names the argument, what was expected and what was given."""
     args = list(make(Target("reference")))
     args[which] = torch.zeros(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match="sample_sum: ") as caught:

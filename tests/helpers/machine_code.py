@@ -1,6 +1,6 @@
-"""What the machine code of a kernel shows without a GPU: its registers and stack, and factors of products overwritten too early.
+"""Checks of a kernel's machine code, without a GPU: registers, stack, and factors of products that are overwritten too early.
 
-A matrix unit of Hopper (HGMMA) may read its left factor from registers while the program goes on. An instruction that writes to
+Hopper's matrix units (HGMMA) may read their left factor from registers while the program goes on. An instruction that writes to
 these registers before the program has waited for the product (WARPGROUP.DEPBAR) is a race: results are wrong in some runs only.
 """
 
@@ -23,7 +23,7 @@ NO_RESULT = (  # instructions whose first operand is not a register that they wr
 
 
 def watch(seen: list[tuple]) -> None:
-    """Append every kernel that is compiled from now on: its name, its constants, and what the compiler made of it."""
+    """Append every kernel that is compiled from now on: its name, its constants, and the compiler's output."""
     real = triton.JITFunction.warmup
 
     def warmup(self, *args, **options):
@@ -69,7 +69,7 @@ class Instruction(NamedTuple):
 
 
 def overwritten_early(cubin: Path) -> list[str]:
-    """Every such write, with the products that may still be reading."""
+    """Every write that comes too early, with the products that may still be reading."""
     flying: list[tuple[str, set[int]]] = []  # groups of products, the oldest first
     open_group: set[int] = set()
     found: dict[str, str] = {}
@@ -91,7 +91,7 @@ def overwritten_early(cubin: Path) -> list[str]:
 
 
 def parsed(cubin: Path) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions, and where each label is."""
+    """The instructions, and the position of each label."""
     text = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
     code: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -104,7 +104,7 @@ def parsed(cubin: Path) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def in_order(code: list[Instruction], labels: dict[str, int]) -> Iterator[Instruction]:
-    """Instructions as they run, every loop twice."""
+    """Instructions in the order of execution, with every loop run twice."""
     again = {}
     for i, each in enumerate(code):
         target = re.search(r"`\((\.L_\S+)\)", ",".join(each.operands)) if each.name.startswith("BRA") else None

@@ -1,4 +1,4 @@
-"""The layer of power attention against a twin that adds weights up token by token, and its states against whole sequences."""
+"""The layer of power attention against a twin that sums weights token by token, and its states against whole sequences."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ def tokens(T: int = T, dtype=torch.float64) -> Tensor:
 
 
 def twin(layer: sonde.nn.PowerAttention, x: Tensor) -> Tensor:
-    """What the layer's docstring says, one query and one head at a time."""
+    """The formula of the layer's docstring, one query and one head at a time."""
     p = dict(layer.named_parameters())
 
     def project(name: str, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_equals_twin(options):
 
 @pytest.mark.parametrize("options", [dict(), dict(power=4), dict(gates=False), dict(chunk_size=3)], ids=str)
 def test_prompt_and_tokens_continue_a_sequence(options):
-    """A prompt and then one token after another, and uneven pieces, give what the whole sequence gives, and the same state."""
+    """A prompt followed by single tokens, or uneven pieces, give the same results and state as the whole sequence."""
     layer, x = filled(attention(**options)), tokens()
     want, last = layer(x, return_state=True)
     torch.testing.assert_close(layer(x), want)
@@ -143,7 +143,7 @@ def test_empty_and_short(shape):
 
 
 def test_gates_begin_with_a_long_memory():
-    """The gates' logarithms are those of 1 − 2^−12 … 1 − 2^−7, whatever the input; one head alone has the longest memory."""
+    """The gates are 1 − 2^−12 … 1 − 2^−7, whatever the input; a single head has the longest memory."""
     for heads in (1, 2, 6):
         layer = sonde.nn.PowerAttention(DIM, 6, heads)
         exponents = [12 - 5 * i / max(1, heads - 1) for i in range(heads)]
@@ -154,7 +154,7 @@ def test_gates_begin_with_a_long_memory():
 
 
 def test_reset_parameters():
-    """The same seed gives the same parameters, whatever they were."""
+    """The same seed gives the same parameters, whatever they were before."""
     layers = [attention(), filled(attention()).float()]
     for layer in layers:
         torch.manual_seed(3)
@@ -209,7 +209,7 @@ def test_state_dict():
 
 
 def test_copies_nothing_from_the_host(monkeypatch):
-    """Nor do the constructor and `initial_state`; the operator's own tests cover the operator."""
+    """Neither do the constructor and `initial_state`; the operator is a stub here, since its own tests cover it."""
     monkeypatch.setattr(power_attention, "power_attention", lambda q, k, v, log_gate, state, **_: (q + log_gate.sum(), state))
     with OneDevice():
         layer = attention(device="meta", dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_frozen():
 
 
 def test_is_one_graph():
-    """The layer, its state and its gradients, for any number of tokens and for one."""
+    """The layer, its state and its gradients compile to one graph for any number of tokens, and one for a single token."""
     torch._dynamo.reset()
     layer = filled(attention())
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -250,7 +250,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("name", [*NAMES, "knn", "radius_neighbors", "radius_search"])
 def test_errors(name, message, monkeypatch):
-    """Every wrong argument is named, with what was expected and what came, and nothing is launched."""
+    """Every wrong argument is named, with what was expected and what was given, and nothing is launched."""
     arguments = {
         "knn": ("queries", "points", "k"), "radius_search": ("queries", "points", "radius"),
         "radius_neighbors": ("queries", "points", "radius", "k"),

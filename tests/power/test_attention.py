@@ -1,4 +1,4 @@
-"""Attention compared with torch's own: values, gradients, and the distance of each from float64."""
+"""Attention compared with torch's own: values, gradients, and their errors against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power attention against its definition, a sum over all pairs in float64; and its edges, which the definition names."""
+"""Power attention against its definition, a sum over all pairs in float64; and the edge cases that its docstring names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made(
     B: int, T: int, hq: int, h: int, d: int, e: int | None = None, *, gated: bool = True, seed: int = 0, dtype: torch.dtype = F64,
     device: str = "cpu", decay: float = 0.3,
 ) -> list[Tensor]:  # fmt: skip
-    """q, k, v and gates. Keys lean towards the queries of their token, so that no sum of weights is rounding alone."""
+    """q, k, v and gates. Keys lean towards their token's queries, so that no sum of weights is only rounding error."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(B, T, *shape, generator=g, dtype=F64) for shape in ((hq, d), (h, d), (h, e or d)))
     k = k + q[:, :, :: hq // h]
@@ -34,7 +34,7 @@ def made(
 
 
 def begun(B: int, h: int, d: int, e: int, power: int = 2, seed: int = 5) -> PowerState:
-    """The state that five tokens leave."""
+    """The state after five tokens."""
     g = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(B, h, 5, n, generator=g, dtype=F64) for n in (d, e))
     phi = sympow(k, power)
@@ -85,7 +85,7 @@ ON_CPU = [("reference", T, None) for T in CHUNKS] + [("numba", T, chunk) for T, 
 @pytest.mark.parametrize(("impl", "T", "chunk"), ON_CPU)
 @pytest.mark.parametrize(("sizes", "power", "gated"), [((4, 2, 8, 5), 2, True), ((2, 2, 6, 9), 2, False), ((2, 1, 4, 3), 4, True)])
 def test_is_its_definition(impl, T, chunk, sizes, power, gated):
-    """Lengths and chunks that divide each other and that do not, grouped heads, with gates and without, both powers."""
+    """Lengths that are and are not multiples of the chunk, grouped heads, with gates and without, both powers."""
     inputs = made(1 if T > 100 else 2, T, *sizes, gated=gated)
     want = truth(*inputs, power=power)[0]
     out = power_attention(*inputs, power=power, chunk_size=chunk, impl=impl)
@@ -97,7 +97,7 @@ def test_is_its_definition(impl, T, chunk, sizes, power, gated):
 @pytest.mark.parametrize(("power", "gated"), [(2, True), (2, False), (4, True)])
 @pytest.mark.parametrize("splits", [(0,), (1,), (16,), (21,), (49,), (50,), (16, 32), (5, 5, 40)], ids=str)
 def test_any_split_is_one_call(impl, power, gated, splits):
-    """At the ends, between chunks and within them, into empty parts too; gradients flow back through the states."""
+    """Cut at the ends, between chunks and within them, also into empty parts; gradients flow back through the states."""
     T = 50
     inputs = made(2, T, 4, 2, 4, 3, gated=gated)
     want, last = truth(*inputs, power=power)
@@ -115,7 +115,7 @@ def test_any_split_is_one_call(impl, power, gated, splits):
 @pytest.mark.parametrize("impl", ["reference", "numba"])
 @pytest.mark.parametrize(("power", "chunk"), [(2, None), (2, 16), (2, 7), (4, 16)])
 def test_gradients_of_and_through_states(impl, power, chunk):
-    """Of the state that a call begins with, and through the one that it returns."""
+    """Gradients of the given state, and through the returned one."""
     inputs, state = made(2, 37, 4, 2, 4, 3), begun(2, 2, 4, 3, power)
     leaves = [*inputs, state.S, state.z]
     want, last = truth(*inputs, power=power, state=state)
@@ -131,7 +131,7 @@ def test_gradients_of_and_through_states(impl, power, chunk):
 
 @pytest.mark.parametrize("impl", ["reference", "numba"])
 def test_decoding(impl):
-    """A sequence, then a token at a time."""
+    """A sequence, then one token at a time."""
     inputs = [x.detach() for x in made(2, 40, 4, 2, 8, 5)]
     want, last = truth(*inputs)
     out, state = power_attention(*(x[:, :30] for x in inputs), chunk_size=16, return_state=True, impl=impl)
@@ -159,7 +159,7 @@ def test_decoding(impl):
     ],
 )
 def test_kernels_agree_with_the_definition(triton_target, sizes, chunk, power, gated, dtype):
-    """As many chunks as there are kinds: the first, those between, and a short last one."""
+    """One chunk of each kind: the first, one in the middle, and a short last one."""
     inputs = made(*sizes, gated=gated, dtype=dtype, device=triton_target.device)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want, last = truth(*exact, power=power)
@@ -170,7 +170,7 @@ def test_kernels_agree_with_the_definition(triton_target, sizes, chunk, power, g
 
 
 def test_kernels_continue_a_state(triton_target):
-    """Two calls and two tokens are one call, with the gradients of the state between them."""
+    """Two calls and two tokens equal one call, including the gradients of the states between them."""
     inputs = made(1, 40, 2, 1, 8, 5, dtype=torch.float32, device=triton_target.device)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want, last = truth(*exact)
@@ -197,7 +197,7 @@ def test_one_chunk_of_several_heads(triton_target):
 @pytest.mark.parametrize(("T", "chunk", "slices"), [(200, 200, 0), (210, 130, 1)])
 @pytest.mark.parametrize("shut", [(), (70, 150)], ids=["open", "shut"])
 def test_gates_of_whole_blocks(triton_target, T, chunk, slices, shut):
-    """Blocks of keys that all queries of a tile see take their gates from a table, also where a gate in them is shut."""
+    """Blocks of keys that all queries of a tile see read their gates from a table, even if one of these gates is shut."""
     from sonde.power.power_attention.gpu_configs import BLOCK, Config
 
     config = Config(64, 32, slices, 4, 1)
@@ -224,9 +224,9 @@ def leaves(*tensors: Tensor, device: str = "cpu", dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("why", ["no queries", "no keys", "disjoint", "rounding", "earlier rounding", "scale"])
 def test_without_weights_there_is_nothing(impl, why, chunk):
-    """Zero queries, zero keys, supports that do not meet, sums of weights that are rounding alone, and a scale of zero.
+    """Results are 0 for zero queries, zero keys, disjoint supports, sums of weights that are only rounding error, and a scale of 0.
 
-    Also if it is the rounding of keys that are all in earlier chunks, of which only a state is left.
+    Also if the rounding error comes from keys in earlier chunks, which only the state remembers.
     """
     q, k, v, gate = made(1, 20, 2, 1, 8, 5, dtype=torch.float32)
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_without_weights_there_is_nothing(impl, why, chunk):
             k.zero_()
         elif why == "disjoint":
             q[..., 3:], k[..., :3] = 0, 0
-        elif "rounding" in why:  # keys at right angles to all queries, as exactly as float32 has them
+        elif "rounding" in why:  # keys at right angles to all queries, up to float32 rounding
             plane = torch.linalg.qr(q[0, :4, 0].double().T).Q
             plane = plane @ plane.T
             q[:], k[:] = q.double() @ plane, k.double() - k.double() @ plane
@@ -248,7 +248,7 @@ def test_without_weights_there_is_nothing(impl, why, chunk):
 
 
 def test_only_queries_without_weights_are_zero(impl):
-    """A query that sees nothing at first and something later, across chunks."""
+    """Queries that see nothing give 0; later ones that see something do not, across chunks."""
     q, k, v, gate = made(1, 30, 1, 1, 8, 5, dtype=torch.float32)
     with torch.no_grad():
         k[:, :11] = 0
@@ -263,7 +263,7 @@ def test_only_queries_without_weights_are_zero(impl):
 
 @pytest.mark.parametrize("level", [-torch.inf, -1001.0, -1e30])
 def test_shut_gates(impl, level):
-    """Nothing passes a gate of −∞, or below −1000: the sequence begins anew, and the gate has no gradient."""
+    """Nothing passes a gate of −∞, or below −1000: the sequence starts again, and the gate has no gradient."""
     inputs = made(1, 30, 2, 1, 8, 5, dtype=torch.float32)
     with torch.no_grad():
         inputs[3][:, [0, 13, 16]] = level
@@ -271,7 +271,7 @@ def test_shut_gates(impl, level):
     parts = [[x.detach()[:, a:b].double().requires_grad_() for x in inputs] for a, b in ((0, 13), (13, 16), (16, 30))]
     for part in parts:
         with torch.no_grad():
-            part[3][:, 0] = 0  # scales nothing
+            part[3][:, 0] = 0  # there is nothing before it to scale
     want = torch.cat([truth(*part)[0] for part in parts], 1)
     for chunk in (None, 8):
         out, state = power_attention(*inputs, chunk_size=chunk, return_state=True, impl=impl)
@@ -286,7 +286,7 @@ def test_shut_gates(impl, level):
 
 
 def test_nothing_passes_a_shut_gate_backwards(impl):
-    """Whatever comes after it, not even what is not finite."""
+    """Nothing after a shut gate reaches results and gates before it, not even a NaN."""
     inputs = made(1, 30, 1, 1, 8, dtype=torch.float32)
     with torch.no_grad():
         inputs[0][:, 27, :, 3] = torch.nan
@@ -301,7 +301,7 @@ def test_nothing_passes_a_shut_gate_backwards(impl):
 @pytest.mark.parametrize(("power", "chunk"), [(2, None), (2, 2), (4, None), (4, 2)])
 @pytest.mark.parametrize("sizes", [(0, 5, 4, 2, 8, 3), (2, 0, 4, 2, 8, 3)], ids=["batch", "sequence"])
 def test_empty(impl, sizes, power, chunk):
-    """Without tokens a state stays as it is, and so does its gradient; without a batch there is nothing."""
+    """Without tokens, a state and its gradient pass unchanged; an empty batch gives empty results."""
     inputs, options = leaves(*made(*sizes), device=impl.device), dict(power=power, chunk_size=chunk, impl=impl)
     state = PowerState(*leaves(*begun(sizes[0], 2, 8, 3, power), device=impl.device))
     assert power_attention(*inputs, **options).shape == (*sizes[:3], 3)
@@ -342,7 +342,7 @@ def test_scale_cancels():
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_long_sums(gated):
-    """20 000 tokens in float32, and the gradients of gates, each of which sums over all tokens before it and after it."""
+    """20 000 tokens in float32, with the gradients of gates, each a sum over all tokens before and after it."""
     inputs = made(1, 20_000, 1, 1, 8, gated=gated, decay=0.004, dtype=torch.float32)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want = power_attention(*exact, chunk_size=200)
@@ -352,7 +352,7 @@ def test_long_sums(gated):
 
 
 def test_any_strides_and_mixed_dtypes(impl):
-    """Heads first, rows that are not contiguous, keys that all heads share; a single wide operand widens sums and states."""
+    """Heads-first layouts, non-contiguous rows, keys shared by all heads; a single wide operand widens sums and states."""
     q, k, v, gate = (x.detach() for x in made(2, 20, 4, 2, 8, 5, dtype=torch.float32, device=impl.device))
     k = k[:, :, :1].expand(-1, -1, 2, -1)
     want = power_attention(q, k.contiguous(), v, gate, chunk_size=16, impl=impl)
@@ -373,7 +373,7 @@ def test_any_strides_and_mixed_dtypes(impl):
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_within_its_chunk(target, which, value):
-    """Chunks before it have the same bits; after a query that is not finite, later chunks have too, and all of their gradients."""
+    """Earlier chunks keep their bits; if it is a query that is not finite, so do later chunks and all their gradients."""
     inputs = made(1, 40, 1, 1, 8, dtype=torch.float32)
     clean = leaves(*inputs, device=target.device)
     with torch.no_grad():
@@ -391,7 +391,7 @@ def test_what_is_not_finite_stays_within_its_chunk(target, which, value):
 @pytest.mark.parametrize("impl", ["reference", "numba"])
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_gates_after_a_query_that_is_not_finite(impl, chunk):
-    """Such a gate scales none of its weights, so that its gradient stays what it was."""
+    """A gate after such a query scales none of its weights, so the gate's gradient does not change."""
     inputs = made(1, 600, 1, 1, 8)
     clean = gradients(power_attention(*inputs, chunk_size=chunk, impl=impl), inputs)
     with torch.no_grad():
@@ -402,7 +402,7 @@ def test_gates_after_a_query_that_is_not_finite(impl, chunk):
 
 
 def test_fourth_powers_of_long_rows_have_one_chunk():
-    """A state for d = 33 … 256 would have up to 10⁸ rows, so that nothing may keep one between chunks."""
+    """A state for d = 33 … 256 would have up to 10⁸ rows, so no state is kept between chunks."""
     assert reference.rows_of_chunk(500, 40, 40, 4, 16) == 500
     assert reference.rows_of_chunk(100_000, 33, 1, 4, None) == 100_000
     assert reference.rows_of_chunk(500, 32, 32, 4, 16) == reference.rows_of_chunk(500, 40, 40, 2, 16) == 16
@@ -490,7 +490,7 @@ def test_positive_gates_on_cpus():
 
 
 def test_compiled_decoding():
-    """A sequence that leaves a state, and tokens that continue it, are one graph each."""
+    """A sequence that returns a state, and tokens that continue it, compile to one graph each."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: PowerState | None) -> tuple[Tensor, PowerState]:
         return power_attention(q, k, v, gate, state=state, return_state=True, chunk_size=16)
@@ -509,7 +509,7 @@ def test_compiled_decoding():
 
 
 def test_transforms_of_states():
-    """``vmap`` and ``grad`` reach the state, in and out."""
+    """``vmap`` and ``grad`` work with given and returned states."""
     inputs, state = [x.detach() for x in made(3, 6, 2, 1, 4)], PowerState(*(x.detach() for x in begun(3, 1, 4, 4)))
 
     def loss(S: Tensor, z: Tensor, norms: Tensor, *inputs: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def sample_dot(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor,
         samples: Where to look, ``[B, Q, D, 2]`` in [−1, 1].
         queries: ``[B, heads, Q, C − 2·num_octaves]``.
         depths: ``[B, Q, D]``.
-        num_octaves: Octaves of the encoding, which meets the last 2·num_octaves channels of the images.
+        num_octaves: Octaves of the encoding, which multiplies the last 2·num_octaves channels of the images.
 
     Returns:
         ``[B, heads, Q, D]``.

@@ -16,7 +16,7 @@ from ..power.power_attention.reference import length, scale_of, sums_of_gates, t
 
 __all__ = ["power_retention", "power_retention_inference"]
 
-DEGREES, STATED = (2, 4), 2  # the degrees there are, and the one that has a state
+DEGREES, STATED = (2, 4), 2  # the degrees that are supported, and the one that has a state
 
 
 def __dir__() -> list[str]:
@@ -39,23 +39,23 @@ def power_retention(
     """Causal attention with weights (scale · q·k)^deg and gates: :func:`sonde.power.power_attention`.
 
     Results are those of the original, with these differences. States have another basis (for d = 64 and deg = 2, D is 2304, not
-    2560) and are float32, or float64 if any operand is, so a state of one library means nothing to the other. Unknown keyword
-    arguments are an error. ``scale=0`` is a scale, with which all results are 0, not the default. A query that is at right angles
-    to all its keys, as far as float32 sums can tell, gives 0, not an average of its chunk. Chunks change nothing but rounding, and
-    any length will do.
+    2560) and are float32, or float64 if any operand is, so the libraries cannot use each other's states. Unknown keyword arguments
+    are an error. ``scale=0`` does not mean the default: it makes all results 0. A query that is at right angles to all its keys,
+    within the precision of float32 sums, gives 0, not an average of its chunk. Chunks may have any length, which only changes the
+    rounding.
 
     Args:
         Q: ``[B, T, hq, d]``.
         K: ``[B, T, h, d]``, where h divides hq.
         V: ``[B, T, h, e]``.
         log_G: Logarithms of the gates, at most 0, ``[B, T, h]``.
-        initial_state: What the tokens before these left, ``[B, h, D, e]``; for ``deg=2``, as in the original.
+        initial_state: The state after the tokens before these, ``[B, h, D, e]``; for ``deg=2``, as in the original.
         sum_of_keys: The other half of the state, ``[B, h, D]``.
-        return_final_state: Whether to return the state too.
+        return_final_state: Whether to return the state as well.
         deg: 2 or 4.
         scale: $d^{-1/2}$ unless given.
-        chunk_size: Tokens in a chunk; chosen by length unless given. Backward passes keep one state for each chunk, so short
-            chunks take much memory; prefer to leave it out.
+        chunk_size: Tokens in a chunk; chosen by length unless given, which is best: backward passes keep one state per chunk, so
+            short chunks take much memory.
         switch_over_seq_len: Up to this length there are no chunks; `chunk_size` unless given.
 
     Returns:
@@ -96,23 +96,23 @@ def power_retention_inference(
     scale: float | None = None,
     switch_over_seq_len: int | None = 512,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The last tokens of a sequence, which see a state and a cache of the keys and values since.
+    """Attention of a sequence's last tokens to a state, and to a cache of the keys and values since that state.
 
-    Once the cache has `switch_over_seq_len` rows, the state that is returned contains them, and the caller empties the cache.
-    Until then the state is returned as it was given. :func:`power_retention` lists what differs from the original; besides, each of
-    several queries sees the state through the gates up to its own token, not through all of them. A layer without a
-    cache, whose state takes in every token, is :class:`sonde.nn.PowerAttention`.
+    Once the cache has `switch_over_seq_len` rows, the returned state contains them, and the caller empties the cache. Until then
+    the state is returned unchanged. :func:`power_retention` lists the differences from the original; one more is that each of
+    several queries sees the state through the gates up to its own token, not through all gates. :class:`sonde.nn.PowerAttention` is
+    a layer without a cache, which adds every token to the state at once.
 
     Args:
         Q: The last tokens' queries, ``[B, Tq, hq, d]``; Tq is 1 when decoding.
         K: The cache, including the last tokens, ``[B, T, h, d]``; None if there is only a state.
         V: ``[B, T, h, e]``, or None.
         log_G: Logarithms of the cache's gates, ``[B, T, h]``.
-        initial_state: What the tokens before the cache left, ``[B, h, D, e]``; for ``deg=2``.
+        initial_state: The state after the tokens before the cache, ``[B, h, D, e]``; for ``deg=2``.
         sum_of_keys: The other half of the state, ``[B, h, D]``.
         deg: 2 or 4; with 4 there is no state, so `switch_over_seq_len` must be None, or longer than the cache.
         scale: $d^{-1/2}$ unless given.
-        switch_over_seq_len: The length at which the cache goes into the state; None leaves it alone.
+        switch_over_seq_len: The length at which the cache is added to the state; None: never.
 
     Returns:
         ``[B, Tq, hq, e]``, the state and the sum of keys, which are None as long as there is no state.
@@ -126,7 +126,7 @@ def power_retention_inference(
                 f"{name}: without K and V, there must be queries and an initial_state; got {checks.kind(initial_state)}"
             )
         (B, h, _, e), d = initial_state.shape, Q.shape[-1]
-        K, V, log_G = Q.new_empty(B, 0, h, d), Q.new_empty(B, 0, h, e), None  # gates of nothing would cancel
+        K, V, log_G = Q.new_empty(B, 0, h, d), Q.new_empty(B, 0, h, e), None  # gates of an empty cache have no effect
     n = _check(name, Q, K, V, log_G, deg, scale, "Tq")
     if switch_over_seq_len is not None:
         checks.count(name, "switch_over_seq_len", switch_over_seq_len, least=1)
@@ -144,7 +144,7 @@ def power_retention_inference(
 
 
 def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerState | None, deg: int, scale: float) -> Tensor:
-    """The results of the last tokens alone, in plain PyTorch: they are few, and so are the keys of a cache."""
+    """The results of only the last tokens, in plain PyTorch, since a cache has few queries and keys."""
     (B, rows, hq, _), (T, h), factor = Q.shape, K.shape[1:3], scale**deg
     wide = accumulator(Q, K, V, log_G, *(() if state is None else state[:2]))
     x = Q.to(wide).reshape(B, rows, h, hq // h, Q.shape[3]).permute(0, 2, 3, 1, 4)  # [B, h, groups, Tq, d]
@@ -165,7 +165,7 @@ def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerSta
         norm = norm + product(phi, z[:, :, None, :, None])
         most = most + left * norms[..., None, None, None]
     most = (most * factor * length(x, deg)[..., None]).detach()
-    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)  # rounding alone
+    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)  # only rounding error
     out = torch.where(dead, 0, total / torch.where(dead, 1, norm))
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(Q.dtype)
 
@@ -192,7 +192,7 @@ def _check_stated(name: str, deg: int) -> None:
 
 
 def _state(name: str, n: dict[str, int], Q: Tensor, S: Any, z: Any, deg: int) -> PowerState | None:
-    """The state as ``power_attention`` has it, with Σ ‖k‖², which it needs besides: the squares of a key are part of φ."""
+    """The state of ``power_attention``, which also needs Σ ‖k‖²: computed from z, since φ contains the squares of a key."""
     if S is None and z is None:
         return None
     if S is None or z is None:
@@ -208,5 +208,5 @@ def _state(name: str, n: dict[str, int], Q: Tensor, S: Any, z: Any, deg: int) ->
     h, e = n["h"], n["e"]
     checks.shapes(name, Q=(Q, "B Tq hq d"), initial_state=(S, f"B {h} {D} {e}"), sum_of_keys=(z, f"B {h} {D}"))
     wide = accumulator(z)
-    squares = sympow(torch.eye(d, dtype=wide, device=z.device), deg).sum(0)  # 1 where φ has the square of a number, else 0
+    squares = sympow(torch.eye(d, dtype=wide, device=z.device), deg).sum(0)  # 1 where φ has a square, else 0
     return PowerState(S, z, product(z.detach().to(wide), squares[:, None])[..., 0])

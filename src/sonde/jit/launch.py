@@ -41,7 +41,7 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
 
 def _described(tensors: Sequence[Tensor | None], blocks: dict[int, tuple[int, ...]]) -> list[Any]:
     """The tensors, some as descriptors, through which hardware reads and writes whole blocks of them."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # which older Tritons lack
+    from triton.tools.tensor_descriptor import TensorDescriptor  # not in older Tritons
 
     return [TensorDescriptor.from_tensor(t, list(blocks[i])) if i in blocks else t for i, t in enumerate(tensors)]
 
@@ -52,14 +52,14 @@ def interpreting() -> bool:
 
 
 def has_descriptors(device: torch.device) -> bool:
-    """Whether this device reads blocks of tensors through descriptors in hardware: NVIDIA's from compute capability 9.0 on."""
+    """Whether the device's hardware reads blocks of tensors through descriptors: NVIDIA's, from compute capability 9.0 on."""
     if find_spec("triton.tools.tensor_descriptor") is None or interpreting():
         return False
     if device.type == "cuda":
-        here = torch.version.hip is None and torch.cuda.is_available()  # plans are made without a GPU, too
+        here = torch.version.hip is None and torch.cuda.is_available()  # there may be no GPU while planning
         return here and torch.cuda.get_device_capability(device) >= (9, 0)
     try:
-        target = driver.active.get_current_target()  # of a process that only compiles
+        target = driver.active.get_current_target()  # in a process that only compiles
     except RuntimeError:  # there is no driver
         return False
     return target.backend == "cuda" and int(target.arch) >= 90
@@ -81,7 +81,7 @@ def _bind(kernel, tensors: Sequence[Tensor | None], launch: Launch, given: Seque
     if found is None:
         target = driver.active.get_current_target()
         name = f"{kernel.__module__}.{kernel.__name__} {target.arch} {[str(part) for part in key[2:]]}"
-        if kernel.__module__.partition(".")[0] != "sonde":  # whose sources a release knows as a whole
+        if kernel.__module__.partition(".")[0] != "sonde":  # a release identifies Sonde's sources as a whole
             name = f"{name} {kernel.cache_key}"
         compiled = release.find(kernel, name)
         if compiled is None:

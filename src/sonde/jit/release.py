@@ -59,7 +59,7 @@ _building: dict[str, Entry] | None = None  # in a process that builds a release:
 class Task(NamedTuple):
     """Build one case of one operator for one architecture, with the winners shipped for one device or with the defaults.
 
-    Or a function of the user's, ``"module:function"``, which calls what is to be built; it has no case, dtype or layout.
+    Or build what a user's function calls, ``"module:function"``; then there is no case, dtype or layout.
     """
 
     operator: str  # its name in the table
@@ -265,7 +265,7 @@ _FILE = re.compile(r"[\w.+-]{1,200}")
 
 
 def _is_file(name: str, digest: Any) -> bool:
-    """True for ``folder/file``, with the folder named as Triton names them; no path out of the release has that form."""
+    """True for ``folder/file`` with a folder name of Triton's form; no path out of the release has that form."""
     folder, _, file = name.partition("/")
     plain = _FOLDER.fullmatch(folder) and _FILE.fullmatch(file) and file not in (".", "..")
     return bool(plain) and isinstance(digest, str) and _HEX.fullmatch(digest) is not None

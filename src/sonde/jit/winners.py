@@ -52,10 +52,10 @@ def stored(device: str) -> Mapping[Key, Mapping[str, Any]]:
 
 
 def ship(folder: str | Path) -> None:
-    """Use the winners in a folder of your own package, as Sonde's own are used: where nothing better is stored.
+    """Use the winners in a folder of your own package in the same way as Sonde's own: where nothing better is stored.
 
-    For each device it has a file as ``sonde cache export --device NAME FILE`` writes it, called like the device in lower case
-    with hyphens: ``nvidia-h200-sm_90.json``. Winners are taken for kernels of the same name whose configurations fit.
+    The folder has one file per device, written by ``sonde cache export --device NAME FILE`` and named like the device, in lower
+    case with hyphens: ``nvidia-h200-sm_90.json``. Winners apply to kernels of the same name whose configurations fit.
 
     Example:
         >>> import sonde

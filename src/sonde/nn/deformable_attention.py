@@ -15,7 +15,7 @@ from ..op import checks
 
 
 class MSDeformAttn(nn.Module):
-    r"""Multi-scale deformable attention with its projections, as Deformable-DETR has it: same names, shapes and initial values.
+    r"""Multi-scale deformable attention with its projections, as in Deformable-DETR: same names, shapes and initial values.
 
     $$\mathrm{out}_q = W_o \sum_{l,p} \mathrm{softmax}_{lp}(W_a x_q)\;
       \mathrm{tap}(W_v\,\mathrm{input}_l,\; r_{ql} + W_s x_q / (w_l, h_l))$$

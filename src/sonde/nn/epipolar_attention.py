@@ -1,4 +1,4 @@
-"""Attention along epipolar lines, as pixelSplat and its successors have it."""
+"""Attention along epipolar lines, as in pixelSplat and its successors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class EpipolarAttention(nn.Module):
     views, and γ the sines and cosines of the sample's depth (as relative disparity, 0 at `near` and 1 at `far`) in
     `num_octaves` octaves.
 
-    Sampling and projecting commute, so keys and values are never made: W_k is applied to the queries and W_v to the sums, and
-    the views' features are what is sampled, in one pass of :func:`sonde.sample_attention`. Neither samples nor scores are stored.
+    Sampling and projecting commute, so keys and values are never computed: W_k is applied to the queries and W_v to the sums, and
+    the views' features are sampled in one pass of :func:`sonde.sample_attention`. Neither samples nor scores are stored.
 
     Args:
         dim: Channels of the features.
@@ -71,17 +71,17 @@ class EpipolarAttention(nn.Module):
         """Attend from every pixel of each view to all other views.
 
         Args:
-            features: What queries are made of, ``[B, V, dim, H, W]``, at least two views.
+            features: The queries are computed from these, ``[B, V, dim, H, W]``, at least two views.
             intrinsics: Camera coordinates (z forward, y down) to [0, 1] × [0, 1] of the image, ``[B, V, 3, 3]``.
             extrinsics: Camera coordinates to the world, ``[B, V, 4, 4]``; :func:`epipolar_samples` says more.
             near: The nearest depth, a number or ``[B, V]``; > 0.
             far: The farthest, finite and no less than `near`.
-            sources: What is sampled, ``[B, V, dim, H', W']``; `features` unless given. pixelSplat's queries are normalised and
-                go through several layers, its sources are not and do not.
+            sources: The features that are sampled, ``[B, V, dim, H', W']``; `features` unless given. In pixelSplat, queries are
+                normalised and go through several layers, while sources are used as they are.
 
         Returns:
-            ``[B, V, dim, H, W]``, without the features themselves: add them if you want a residual. A pixel of whose ray no
-            other view sees anything has the bias of the last projection.
+            ``[B, V, dim, H, W]``, without the features themselves: add them if you want a residual. If no other view sees any
+            part of a pixel's ray, the pixel has the bias of the last projection.
         """
         sources = features if sources is None else sources
         n = self._check(features, intrinsics, extrinsics, near, far, sources)
@@ -111,13 +111,13 @@ class EpipolarAttention(nn.Module):
         return self._results(seen).transpose(1, 2).reshape(B, V, self.dim, H, W)
 
     def _queries(self, tokens: Tensor) -> Tensor:
-        """``[B·V, Q, dim]`` → ``[B·V, h, Q, dim]``: what each head looks for, in the channels of the features."""
+        """``[B·V, Q, dim]`` → ``[B·V, h, Q, dim]``: each head's queries, in the channels of the features."""
         keys, _ = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         rows = self.to_q(tokens).unflatten(-1, (self.heads, self.d_head)).transpose(1, 2)
         return torch.matmul(rows, keys)
 
     def _results(self, seen: Tensor) -> Tensor:
-        """What each head saw, ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
+        """Project and combine the heads' weighted sums: ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
         _, values = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         heads = torch.matmul(seen, values.transpose(1, 2))
         out: Tensor = self.to_out(heads.transpose(1, 2).flatten(2))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..op import checks
 
 NAME = "epipolar_samples"
-OUTSIDE = -2.0  # where masked samples are: no image has a pixel there, so who forgets the mask reads zeros
+OUTSIDE = -2.0  # the place of masked samples: outside of every image, so code that ignores the mask reads zeros
 
 
 class EpipolarSamples(NamedTuple):
@@ -45,7 +45,7 @@ def pixel_centres(height: int, width: int, *, dtype: torch.dtype | None = None, 
 
 
 def relative_disparity(depths: Tensor, near: Tensor | float, far: Tensor | float) -> Tensor:
-    """0 at `near`, 1 at `far`, linear in 1/depth: what a positional encoding of depths is best given.
+    """0 at `near`, 1 at `far`, linear in 1/depth: the best input of a positional encoding of depths.
 
     Example:
         >>> import torch, sonde.nn
@@ -79,14 +79,13 @@ def epipolar_samples(
 
     Convention:
         Cameras look along z, x is right and y is down. Extrinsics take camera coordinates to the world; only rotation (or any
-        invertible 3×3 matrix) and centre are read. Intrinsics are normalised: they take camera coordinates to [0, 1] × [0, 1],
-        from the upper left corner of the image to the lower right one, whatever its resolution. Of intrinsics in pixels
-        divide the first row by the width and the second by the height, see ``docs/epipolar.md``. Depths are coordinates z
-        in the query's camera, not distances.
-        A query is masked in a source that sees no part of its ray: all of it behind the camera or outside of the image; or
-        if both cameras have the same centre, where nothing tells the depth. Masked samples are outside of the image, at depth
-        `near`. Everything is in float32, or float64 if an operand is, under autocast too. Gradients of points, cameras
-        and depths are finite for all invertible cameras; nothing waits for the device.
+        invertible 3×3 matrix) and centre are read. Intrinsics are normalised: they take camera coordinates to [0, 1] × [0, 1], from
+        the upper left corner of the image to the lower right one, whatever its resolution. If yours are in pixels, divide the first
+        row by the width and the second by the height, see ``docs/epipolar.md``. Depths are coordinates z in the query's camera, not
+        distances. A query is masked in a source that sees no part of its ray, because all of it is behind the camera or outside of
+        the image; also if both cameras have the same centre, so that the depth cannot be told. Masked samples are outside of the
+        image, at depth `near`. Everything is in float32, or float64 if an operand is, under autocast too. Gradients of points,
+        cameras and depths are finite for all invertible cameras; nothing waits for the device.
 
     Args:
         points: The queries' places in their own image, ``[B, Q, 2]``, (x, y) in [−1, 1]; see :func:`pixel_centres`.
@@ -178,7 +177,8 @@ def _samples(
 def _inside(p: Tensor, length: Tensor, eps: float) -> Tensor:
     """Five numbers for each homogeneous point, none of them negative if the source sees it: ``[…, 5]``.
 
-    The last keeps off the camera's centre, through which a ray may pass: so near to it rounding would decide where a point is seen.
+    The last one excludes points close to the camera's centre, through which a ray may pass: there, rounding would decide where a
+    point is seen.
     """
     x, y, z = p.unbind(-1)
     found = torch.stack([x, z - x, y, z - y, z - eps**0.5 * length], -1)
@@ -207,7 +207,7 @@ def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _inverse(m: Tensor) -> Tensor:
-    """Of 3×3 matrices: the cross products of their rows, as columns, by the determinant."""
+    """Invert 3×3 matrices: the cross products of their rows, as columns, divided by the determinant."""
     a, b, c = m.unbind(-2)
     columns = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], -1)
     return columns / (a * columns[..., 0]).sum(-1)[..., None, None]

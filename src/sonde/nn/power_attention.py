@@ -15,7 +15,7 @@ from ..power.power_attention.reference import WIDEST_STATE
 from ..power.sympow.api import sympow_dim
 
 NAME = "PowerAttention"
-LONGEST, SHORTEST = 12, 7  # the first head remembers about 2^12 tokens at first, the last one 2^7
+LONGEST, SHORTEST = 12, 7  # initially the first head remembers about 2^12 tokens, the last one 2^7
 
 
 class PowerAttention(nn.Module):
@@ -25,9 +25,9 @@ class PowerAttention(nn.Module):
       w_{ij} = (W_q x_i \cdot W_k x_j)^p \prod_{j < m \le i} \mathrm{sigmoid}(W_g x_m + b_g)$$
 
     for each head. There is no positional encoding: the gates say how fast a head forgets. Each head of keys and values has a gate.
-    Gates are float32 at least, and under autocast so is their projection; only a layer in half precision projects them in half
-    precision. At first they do not depend on `x`: at each token the first head keeps 1 − 2⁻¹² of what it knows, the last one
-    1 − 2⁻⁷, and those between them follow in even steps of the exponent.
+    Gates are at least float32, and so is their projection under autocast; only a layer in half precision projects them in half
+    precision. Initially they do not depend on `x`: at each token the first head keeps 1 − 2⁻¹² of its state, the last one 1 − 2⁻⁷,
+    and those between them have evenly spaced exponents.
 
     Args:
         embed_dim: Channels of the input and of the result.
@@ -37,7 +37,7 @@ class PowerAttention(nn.Module):
         power: 2 or 4. With 4 there is a state up to ``head_dim=32`` only.
         gates: Whether heads forget; without gates, a token counts as much as all later ones.
         bias: Whether projections have biases. That of the gates always has one.
-        chunk_size: Tokens in a chunk; chosen by length unless given. It changes nothing but rounding.
+        chunk_size: Tokens in a chunk; chosen by length unless given. It only changes the rounding.
         device: Where parameters are created.
         dtype: Of the parameters.
 
@@ -97,7 +97,7 @@ class PowerAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier's uniform weights and no biases; gates as the class says."""
+        """Xavier's uniform weights, zero biases, and gates as described in the class."""
         for layer in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -111,11 +111,11 @@ class PowerAttention(nn.Module):
         """Attend from each token to itself and those before it.
 
         Args:
-            x: ``[B, T, embed_dim]``; any T, also 0, or 1 when decoding.
+            x: ``[B, T, embed_dim]``; any T, including 0, or 1 when decoding.
             state: What an earlier call returned for the tokens before these. The first dimension of each of its tensors is the
                 batch, so ``PowerState(*(t[rows] for t in state))`` selects sequences. Gradients flow through it; `detach` its
                 tensors to stop them.
-            return_state: Whether to return the state after the last token too. Its size does not depend on T.
+            return_state: Whether to return the state after the last token as well. Its size does not depend on T.
 
         Returns:
             ``[B, T, embed_dim]``; with ``return_state=True`` also a :class:`sonde.power.PowerState`.
@@ -133,7 +133,7 @@ class PowerAttention(nn.Module):
     def initial_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerState:
-        """The state before the first token: zeros. Decoding that begins with it has the same shapes at every token.
+        """The state before the first token: zeros. If decoding starts with it, all shapes are the same at every token.
 
         Args:
             batch_size: The number of sequences.

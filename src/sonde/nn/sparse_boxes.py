@@ -91,7 +91,7 @@ def _fixed_points(name: str, given: Any, learnable: int) -> Tensor:
 
 
 class DeformableFeatureAggregation(nn.Module):
-    r"""What the cameras see of each anchor, weighted and summed, as SparseDrive and Sparse4D have it: same names and shapes.
+    r"""What the cameras see of each anchor, weighted and summed, as in SparseDrive and Sparse4D: same names and shapes.
 
     $$\mathrm{out}_a = W_o \sum_{p,m,l} w_{apml}\;\mathrm{tap}(\mathrm{features}_{ml},\;\pi_m(\mathrm{point}_{ap})),
       \qquad w_a = \mathrm{softmax}_{pml}(W_w(\mathrm{instance}_a + \mathrm{anchor}_a + \mathrm{camera}_m))$$
@@ -245,7 +245,7 @@ class DeformableFeatureAggregation(nn.Module):
             )
         projection, image_wh = metas["projection_mat"], metas.get("image_wh")
         rows = 3 if isinstance(projection, Tensor) and not projection.is_nested and projection.shape[2:3] == (3,) else 4
-        of_projection = f"B {self.num_cams} {rows} 4"  # each camera has one of its own
+        of_projection = f"B {self.num_cams} {rows} 4"  # one per camera
         checks.broadcast(_AGGREGATION, "metas['projection_mat']", projection, of_projection, sizes, device, checks.FLOATS)
         if image_wh is not None:
             checks.broadcast(_AGGREGATION, "metas['image_wh']", image_wh, "B cams 2", sizes, device)

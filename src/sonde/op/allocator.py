@@ -1,10 +1,10 @@
 """Allocates the results of CPU kernels: in the memory of earlier results, else on large pages where Linux grants them.
 
 The system clears every new page before it hands it out, and a virtual machine asks its host for it. For the 45 MB gradient of a
-decoder's backward pass that takes 13 of 21 ms. So recent storages are kept, at most ``ROOM`` bytes of them, and one that has no
-other owner left is reused for the next result of its size. It is an ordinary storage: whoever has the result may resize, share or
-free it, and a storage that was changed in this way is not reused. Because storages are reused, two results at different times may
-have the same storage.
+decoder's backward pass that takes 13 of 21 ms. So recent storages are cached, at most ``ROOM`` bytes of them, and one that has no
+other owner left is reused for the next result of its size. It is an ordinary storage: users may resize, share or free it, and a
+storage that was changed in this way is not reused. Because storages are reused, two results at different times may have the same
+storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from .torch_private import CAN_COUNT_OWNERS, empty_strided, storage_owners
 
 ROOM = 1 << 27
-SMALLEST = 1 << 16  # bytes of a result; the C library keeps smaller pieces itself
+SMALLEST = 1 << 16  # bytes of a result; the C library caches smaller pieces itself
 LARGE_PAGE = 1 << 21
 
 

@@ -1,4 +1,4 @@
-"""From a function's annotations to an operator's signature, and from a call's arguments to flat ones and back."""
+"""Convert a function's annotations to an operator's signature, and a call's arguments to flat ones and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Parameters:
 
     signature: Signature
     names: tuple[str, ...]
-    kinds: tuple[str, ...]  # as schemas have them
+    kinds: tuple[str, ...]  # types, as written in schemas
     defaults: dict[str, Any]
     order: tuple[int, ...]  # for each argument of the signature, its parameter
     result: Callable[..., Any] | None  # a NamedTuple of results
@@ -41,7 +41,7 @@ class Parameters:
         return tuple(flat), lengths
 
     def ordered(self, args: Sequence[Any]) -> list[Any]:
-        """In the signature's order, values as a prepared call can keep them: a float is a float, a list of numbers a tuple."""
+        """The arguments in the signature's order, with values that can be cached: ints become floats where needed, lists tuples."""
         ordered = [args[i] for i in self.order]
         for place, convert in self.converted:
             ordered[place] = convert(ordered[place])
@@ -49,13 +49,13 @@ class Parameters:
 
     @cached_property
     def converted(self) -> tuple[tuple[int, Callable[[Any], Any]], ...]:
-        """Places in the signature's order whose values may need it."""
+        """Positions in the signature's order whose values may need a conversion, and the conversions."""
         known = {"float": _as_float, "float?": _as_float, "float[]": _as_floats, "SymInt[]": _as_tuple}
         places = [(place, known.get(self.kinds[i].replace("]?", "]"))) for place, i in enumerate(self.order)]
         return tuple((place, convert) for place, convert in places if convert is not None)
 
     def arranging(self, lengths: Lengths) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """What puts flat arguments back into the function's own order, lists as lists."""
+        """A function that puts flat arguments back into the user's order, with lists as lists."""
         back = [self.order.index(i) for i in range(len(self.order))]
         in_order, lists, schema = back == sorted(back), bool(self.signature.lists), self.signature
         if not lists:
@@ -68,7 +68,7 @@ class Parameters:
         return arrange
 
     def check(self, title: str, args: Sequence[Any]) -> None:
-        """Raise for arguments in the function's order that are not what its annotations say."""
+        """Raise for arguments, in the function's order, that do not match its annotations."""
         for name, kind, x in zip(self.names, self.kinds, args):
             if not fits(kind, x):
                 hint = ""
@@ -111,7 +111,7 @@ def parameters(
     tensors = [i for i, kind in enumerate(kinds) if kind.startswith("Tensor")]
     if not tensors:
         raise TypeError(f"{name}: needs at least one argument annotated as a Tensor")
-    tensors.sort(key=lambda i: ("Tensor", "Tensor[]", "Tensor?").index(kinds[i]))  # one that is always there comes first
+    tensors.sort(key=lambda i: ("Tensor", "Tensor[]", "Tensor?").index(kinds[i]))  # tensors that cannot be None come first
     order = [*tensors, *(i for i, kind in enumerate(kinds) if not kind.startswith("Tensor"))]
     count, result = _results(name, hints.get("return", inspect.Parameter.empty))
     for what, positions in (("saved", saved), ("no_grad", no_grad)):
@@ -149,7 +149,7 @@ def _kind(name: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> str
 
 
 def kind_of(annotation: Any) -> str | None:
-    """What a schema calls it; None if it has no word for it."""
+    """The type in a schema; None if schemas have no such type."""
     if annotation is Tensor:
         return "Tensor"
     if annotation in VALUES:
@@ -166,7 +166,7 @@ def kind_of(annotation: Any) -> str | None:
 
 
 def _results(name: str, annotation: Any) -> tuple[int, Callable[..., Any] | None]:
-    """How many there are, and the NamedTuple that holds them, if there is one."""
+    """The number of results, and the NamedTuple that holds them, if there is one."""
     if annotation is Tensor:
         return 1, None
     args = typing.get_args(annotation)
@@ -180,7 +180,7 @@ def _results(name: str, annotation: Any) -> tuple[int, Callable[..., Any] | None
 
 
 def fits(kind: str, x: Any) -> bool:
-    """True if an argument is of a schema's kind. An int may stand for a float."""
+    """True if an argument matches a schema's type. An int is accepted for a float."""
     if kind.endswith("?"):
         return x is None or fits(kind[:-1], x)
     if kind.endswith("[]"):
@@ -192,7 +192,7 @@ def fits(kind: str, x: Any) -> bool:
 
 
 def words(kind: str) -> str:
-    """A schema's kind as users know it."""
+    """A schema's type as users write it."""
     if kind.endswith("?"):
         return f"{words(kind[:-1])} or None"
     if kind.endswith("[]"):

@@ -121,7 +121,7 @@ def saving(op: Operator) -> Callable[..., None]:
             tensors = [None if i in forward_only else x for i, x in enumerate(tensors)]
         if ungraded:
             ctx.mark_non_differentiable(*[output[i] for i in ungraded])
-            ctx.set_materialize_grads(len(about.graded) > 1)  # with one graded result, nobody would read the zeros
+            ctx.set_materialize_grads(len(about.graded) > 1)  # with one graded result, the zeros would not be read
         kept = [as_tuple(output)[i] for i in saved] if saved else ()
         ctx.save_for_backward(*tensors, *kept)
 

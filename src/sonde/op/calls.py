@@ -21,7 +21,7 @@ from .plan import recording
 from .torch_private import TensorGuards, deterministic, is_zero, observed
 
 Guard = Callable[[Sequence], bool]
-Needs = tuple[bool, ...]  # which gradients torch asks for, as `ctx.needs_input_grad` has them
+Needs = tuple[bool, ...]  # which gradients torch asks for, as in `ctx.needs_input_grad`
 _TENSORS = {Tensor, torch.nn.Parameter}
 _grad_enabled = torch.is_grad_enabled
 
@@ -32,14 +32,14 @@ class PreparedBackward(NamedTuple):
 
 
 class PreparedCall:
-    """What one kind of call does, decided once."""
+    """A prepared call: what all calls with the same key do, decided once."""
 
     __slots__ = ("backward", "deterministic", "forward", "guard", "impl", "recorded", "settings", "values")
 
     def __init__(self, impl: str, deterministic: bool, values: tuple, forward: Callable, recorded: bool = True):
         self.impl, self.deterministic, self.values = impl, deterministic, values
         self.forward = forward  # takes the operator's arguments
-        self.recorded = recorded  # autograd must record the call: a gradient may be asked for
+        self.recorded = recorded  # autograd must record the call, since a gradient may be needed
         self.settings = settings.current()  # autograd's engine runs backward() in its own thread, which has other settings
         self.guard: Guard = lambda args: False  # True if these arguments may reuse this call
         self.backward: dict[Needs, tuple[PreparedBackward, ...]] = {}  # newest first, at most four for each set of needs

@@ -1,4 +1,4 @@
-"""Argument checks at the public boundary: what was expected, what came, what to do. Nothing is launched before they pass."""
+"""Argument checks at the public boundary: what was expected, what was given, what to do. Nothing is launched before they pass."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def counts(name: str, **values: Any) -> None:
 
 
 def divides(name: str, parts: str, whole: str, **values: int) -> None:
-    """The count called `parts` must divide the one called `whole`."""
+    """Check that the count called `parts` divides the one called `whole`."""
     if values[whole] % values[parts]:
         raise ValueError(f"{name}: {whole} must be a multiple of {parts}; got {values[whole]} and {values[parts]}")
 

@@ -30,7 +30,7 @@ from .cache import cache_dir, sources_digest, warn_once
 try:
     from numba.core.compiler import CompileResult
     from numba.core.serialize import dumps
-except ImportError:  # private names of Numba, which may move; without them every process compiles anew
+except ImportError:  # private names of Numba, which may move; without them every process compiles for itself
     dumps = None  # type: ignore[assignment]
 
 _VERSIONS = f"{sys.implementation.cache_tag} {platform.machine()} numba {numba.__version__} llvmlite {llvmlite.__version__}"
@@ -71,7 +71,7 @@ class KernelCache:
             return None
 
     def save_overload(self, sig: Any, result: Any) -> None:
-        """Write what was compiled for the next process; failures only warn."""
+        """Write the compiled kernel for later processes; failures only warn."""
         try:
             if result.lifted or result.library.has_dynamic_globals:  # it contains addresses of this process
                 return

@@ -23,11 +23,11 @@ from .signature import Lengths
 from .torch_private import forward_mode, is_fake
 
 _NAME = re.compile(r"[A-Za-z]\w*::[A-Za-z]\w*")
-_registered: dict[str, str] = {}  # name: where
+_registered: dict[str, str] = {}  # name: where it was registered
 
 
 class CustomOperator:
-    """What :func:`operator` returns: call it like the function that it was made of, with ``impl=`` beside.
+    """What :func:`operator` returns: call it like the original function, with an additional argument ``impl=``.
 
     ``op.register`` adds an implementation, ``op.register_backward`` its gradients, ``op.reference`` is the definition and
     ``op.implementations`` lists the names that ``impl=`` takes.
@@ -51,7 +51,7 @@ class CustomOperator:
         self._registry = Registry(name)
         self._variants: dict[Lengths, Operator] = {}
         self._has_lists, self._as_given = bool(about.signature.lists), not about.converted
-        self._as_given &= about.order == tuple(range(self._arity))  # as the operator takes them
+        self._as_given &= about.order == tuple(range(self._arity))  # arguments can be passed on unchanged
         self._wrap = about.result
         if about.signature.lists:
             self._library: Library = register(about.signature, self._variant)
@@ -77,12 +77,12 @@ class CustomOperator:
         return f"<operator {self.name}{inspect.signature(self)}>"
 
     def __reduce__(self) -> str:
-        """Pickled and copied as functions are: by name."""
+        """Pickled and copied by name, like a function."""
         return self.__qualname__
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """The names that ``impl=`` takes beside ``"auto"``, in the order in which ``"auto"`` looks at them."""
+        """The names that ``impl=`` takes besides ``"auto"``, in the order in which ``"auto"`` tries them."""
         return (*self._registry.known, "reference")
 
     def register(
@@ -97,10 +97,11 @@ class CustomOperator:
 
         Args:
             impl: Its name, for ``impl=``. ``"triton"``, ``"cupy"``, ``"cuml"``, ``"numba"``, ``"scipy"`` and ``"warp"`` also say
-                which package it needs, and the first five on which devices it runs; where the package is missing it is passed over.
+                which package it needs, and the first five on which devices it runs; if the package is missing, it is skipped.
             function: Takes the operator's arguments in their order and returns new tensors. ``"package.module:function"`` is
                 imported at the first call; ``"package.module"`` is a module with ``forward_pass`` and ``backward_pass``
-                (CONTRIBUTING.md, step 7). A keyword-only argument ``deterministic`` is told whether torch's mode is on.
+                (CONTRIBUTING.md, step 7). If it has a keyword-only argument ``deterministic``, this says whether torch's
+                deterministic mode is on.
             devices: The kinds of devices whose tensors it takes, such as ``"cuda"``. Any, unless the name says otherwise.
             deterministic: It gives the same bits in every run. In torch's deterministic mode nothing else is chosen.
 
@@ -117,7 +118,7 @@ class CustomOperator:
         known, own = self._registry.known, self._registry.known.pop(OWN, None)
         known[impl] = Implementation(impl, Function(function, deterministic), where)
         if own is not None:
-            known[OWN] = own  # asked last
+            known[OWN] = own  # tried last
         self._forget()
         return function
 
@@ -127,10 +128,10 @@ class CustomOperator:
         Args:
             impl: The name of a registered implementation.
             function: Takes the gradient of each result that has one, the operator's arguments, and the results that `saved` names.
-                It returns a gradient, or None where none is needed, for each differentiable argument in their order; the gradient
-                alone if there is one such argument; a list of gradients for a list. A keyword-only argument ``needs`` is told
-                which: ``needs.x`` is True if somebody asks for that of `x`. A keyword-only ``deterministic`` is told whether
-                torch's mode is on. A string is imported at the first call.
+                It returns one gradient per differentiable argument, in their order, or None where it is not needed; the gradient
+                alone if there is one such argument; a list of gradients for a list. If it has a keyword-only argument ``needs``,
+                this says which gradients are needed: ``needs.x`` is True if that of `x` is. A keyword-only ``deterministic`` says
+                whether torch's deterministic mode is on. A string is imported at the first call.
             deterministic: It gives the same bits in every run.
         """
         if function is None:
@@ -160,11 +161,11 @@ class CustomOperator:
             else:
                 break
         if len(values) != self._arity or not set(named) <= set(self._names[len(args) :]):
-            inspect.signature(self.__wrapped__).bind(*args, **named)  # raises what Python says of such a call
+            inspect.signature(self.__wrapped__).bind(*args, **named)  # raises Python's own error for such a call
         return tuple(values)
 
     def _traced(self, args: tuple[Any, ...], impl: str) -> Any:
-        """One node of a graph."""
+        """A call while torch traces: it becomes one node of the graph."""
         about = self._about
         about.check(self.name, args)
         ordered = about.ordered(args)
@@ -180,7 +181,7 @@ class CustomOperator:
         return out if self._wrap is None else self._wrap(*out)
 
     def _define(self, device: str, args: Sequence[Any]) -> Any:
-        """The definition, which means the same under autocast."""
+        """Call the definition outside of autocast, so that the result does not depend on it."""
         if device == "meta" or not torch.is_autocast_enabled(device):
             return self.reference(*args)
         with torch.autocast(device, enabled=False):
@@ -216,7 +217,7 @@ class CustomOperator:
         return made
 
     def _fake(self, flat: Sequence[Any], arrange: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-        """Results without values: what the reference makes of tensors without memory."""
+        """Results without values, from the reference on tensors without memory."""
         if self._fake_of is not None:
             return self._fake_of(*arrange(flat))
         first = first_tensor(flat)
@@ -229,7 +230,7 @@ class CustomOperator:
         return made[0] if isinstance(out, Tensor) else tuple(made)
 
     def _forget(self) -> None:
-        """Calls that were prepared may have found other implementations than there are now."""
+        """Drop prepared calls: an implementation was added, so they may have chosen another one."""
         for each in self._variants.values():
             each.forget()
 
@@ -249,7 +250,7 @@ def operator(
     batched: bool = False,
     unbatched: Sequence[str] = (),
 ) -> Any:
-    """Make an operator of a PyTorch reference and a faster function; as a decorator, if no function is given.
+    """Make an operator from a PyTorch reference and a faster function; as a decorator, if no function is given.
 
     The operator has what Sonde's own have: the first derivative by a kernel or by the reference, higher ones and forward mode by
     the reference, ``torch.vmap``, ``torch.compile(fullgraph=True)``, ``torch.export``, ``sonde.explain``, and torch's
@@ -264,22 +265,22 @@ def operator(
         name: ``"namespace::name"``, which graphs hold. Each may be registered once in a process.
         function: The fast function. Its annotations are the schema: ``Tensor``, ``Tensor | None``, ``list[Tensor]``, ``int``,
             ``float``, ``bool``, ``str``, lists of numbers, numbers ``| None``; it returns a ``Tensor``, ``tuple[Tensor, …]`` or a
-            NamedTuple of tensors. It is the implementation ``"kernel"``, asked after all registered ones, unless its body
+            NamedTuple of tensors. It is the implementation ``"kernel"``, tried after all registered ones, unless its body
             is ``...``.
         reference: The definition, in plain PyTorch, with the same arguments.
-        fake: Returns empty results, where the reference cannot find shapes without values.
+        fake: Returns empty results; needed only if the reference cannot compute shapes without values.
         backward: The first derivative of `function`, as in :meth:`CustomOperator.register_backward`.
         devices: The kinds of devices whose tensors `function` takes, such as ``"cpu"``. Any, unless it is given.
         deterministic: `function` and `backward` give the same bits in every run.
         differentiable: Arguments with a gradient. All tensors, unless it is given.
         saved: Positions of the results that backward passes are given.
         no_grad: Positions of the results without gradient, such as indices.
-        batched: Tensors and results have a leading batch dimension whose rows do not see each other: ``torch.vmap`` makes one call
-            in place of one for each row.
+        batched: Tensors and results have a leading batch dimension, and rows do not affect each other: ``torch.vmap`` makes one
+            call instead of one for each row.
         unbatched: Tensors without that dimension, the same for all rows.
 
     Returns:
-        The operator: call it like `function`, with ``impl=`` beside: ``"auto"``, a registered name or ``"reference"``.
+        The operator: call it like `function`, with an additional ``impl=``: ``"auto"``, a registered name or ``"reference"``.
 
     Example:
         >>> import numpy as np, torch, sonde
@@ -338,14 +339,14 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _accepts(title: str, function: Any, names: Sequence[str]) -> None:
-    """Raise unless `function` takes these by position; one that is imported later is believed."""
+    """Raise unless `function` takes these by position; one that is imported later is not checked."""
     if isinstance(function, str):
         return
     if not callable(function):
         raise TypeError(f"{title} must be a function; got {type(function).__name__}")
     try:
         found = inspect.signature(function)
-    except (TypeError, ValueError):  # compiled code may have none
+    except (TypeError, ValueError):  # compiled code may have no signature
         return
     told = {p.name: None for p in found.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name in ("needs", "deterministic")}
     try:
@@ -356,7 +357,7 @@ def _accepts(title: str, function: Any, names: Sequence[str]) -> None:
 
 def _empty() -> None: ...
 def _documented() -> None:
-    """With a docstring alone."""
+    """Only a docstring."""
 
 
 def _is_empty(function: Callable[..., Any]) -> bool:

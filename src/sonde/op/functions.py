@@ -1,4 +1,4 @@
-"""Implementations that are plain functions: what users register under a name."""
+"""Implementations that are plain functions, which users register under a name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Implementation:
     forward: Function
     devices: tuple[str, ...] | None  # None: any
     backward: Function | None = None
-    installed: bool = field(init=False)  # found out at once: torch's compiler may not look for packages
+    installed: bool = field(init=False)  # determined at once, since torch's compiler must not trace the search for packages
 
     def __post_init__(self) -> None:
         package = BACKENDS.get(self.name, ("",))[0]
@@ -77,7 +77,7 @@ class Implementation:
         return self.forward.deterministic and (self.backward is None or self.backward.deterministic)
 
     def refusal(self, device: str, by_name: bool = True) -> str | None:
-        """Why it cannot run on such a device, and what to do about it; None if it can. `by_name`: it was asked for."""
+        """Why it cannot run on such a device, and what to do about it; None if it can. `by_name`: the user named it."""
         if not self.installed:
             package = BACKENDS[self.name][0]
             return f"needs {package}, which is not installed; install it or use impl='auto'"
@@ -95,7 +95,7 @@ class Implementation:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # a module in its place, which has no specification
+    except ValueError:  # a stand-in module without a specification
         return True
 
 
@@ -113,7 +113,7 @@ class Registry:
             return impl
         if torch.onnx.is_in_onnx_export():
             if impl == "auto":
-                return "reference"  # plain tensor operations, which ONNX has
+                return "reference"  # plain tensor operations, which ONNX supports
             raise ValueError(f"{self.title}: impl={impl!r} has no translation to ONNX; export with impl='auto'")
         if impl == "auto":
             for name, each in self.known.items():
@@ -194,7 +194,7 @@ class OfFunctions:
         return _calling(function, how, args, arrange if in_order else arrange_all, collect, args[0].device.type)
 
     def plan(self, op: Any, args: Sequence[Any], needs: Sequence[bool], deterministic: bool) -> list[plan.Kernel]:
-        """Nobody but the function knows in what it accumulates and what it allocates."""
+        """The kernels, without accumulators and workspace, which only the function knows."""
         results = getattr(self.about.result, "_fields", None) or [
             f"out{i or ''}" for i in range(self.about.signature.result.count("Tensor"))
         ]
@@ -211,7 +211,7 @@ class OfFunctions:
 
 
 def first_tensor(args: Sequence[Any]) -> Tensor:
-    """The one whose device decides; it is the first unless that may be absent."""
+    """The first tensor that is not None; its device decides."""
     return next(x for x in args if isinstance(x, Tensor))
 
 
@@ -223,10 +223,10 @@ def _calling(
     check: Callable[[Any], Any],
     device: str,
 ) -> Callable[..., Any]:
-    """What calls a user's function with arguments like these: outside of autocast, and with tensors off the autograd graph.
+    """A function that calls the user's with arguments like these, outside of autocast and with tensors detached from the graph.
 
-    An operator means the same under autocast: its results' dtypes follow from its arguments alone. DLPack and CUDA's array
-    interface refuse tensors that require gradients, even where autograd does not look.
+    An operator ignores autocast: the dtypes of its results follow from its arguments alone. DLPack and CUDA's array interface
+    refuse tensors that require gradients, even where nothing is recorded.
     """
     attached = tuple([i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad])
     under_autocast = torch.is_autocast_enabled
@@ -238,7 +238,7 @@ def _calling(
         if attached:
             free = list(args)
             for i in attached:
-                free[i] = free[i].data  # as detach() does, in less time
+                free[i] = free[i].data  # like detach(), but faster
             return check(function(*arrange(free), **how))
         return check(function(*arrange(args), **how))
 
@@ -246,16 +246,16 @@ def _calling(
 
 
 def _keywords(function: Callable[..., Any], **known: Any) -> dict[str, Any]:
-    """Those that the function asks for."""
+    """Those of the `known` keyword arguments that the function has."""
     try:
         parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):  # compiled code without one
+    except (TypeError, ValueError):  # compiled code without a signature
         return {}
     return {p.name: known[p.name] for p in parameters if p.name in known and p.kind is p.KEYWORD_ONLY}
 
 
 def _checked(title: str, count: int) -> Callable[[Any], Any]:
-    """What a function returned, if that is what its annotation says."""
+    """A function that returns its argument, a user's result, and raises unless it has `count` tensors."""
 
     def one(out: Any) -> Any:
         if type(out) is not Tensor and not isinstance(out, Tensor):
@@ -273,19 +273,19 @@ def _checked(title: str, count: int) -> Callable[[Any], Any]:
 
 
 def _needs(about: Parameters, schema: Signature, lengths: Lengths, needs: Sequence[bool]) -> Any:
-    """``needs.x`` of each differentiable argument, in the function's order; of a list, whether any entry needs its gradient."""
+    """``needs.x`` for each differentiable argument, in the function's order; for a list, whether any entry needs its gradient."""
     packed = schema.packed_gradients(needs, lengths)
     packed = packed if isinstance(packed, tuple) else (packed,)
     of: dict[str, bool] = {
         schema.names[i]: any(x) if isinstance(x, list) else bool(x) for i, x in zip(schema.differentiable, packed)
     }
     names = [name for name in about.names if name in of]
-    make: Any = namedtuple  # its names are not literals
+    make: Any = namedtuple  # as Any, since type checkers want literal names
     return make("Needs", names, rename=True)(*[of[name] for name in names])
 
 
 def _gradients(title: str, about: Parameters, lengths: Lengths, needs: Sequence[bool]) -> Callable[[Any], list[Tensor]]:
-    """From what a backward function returned, the gradients that are needed, in the order of the signature."""
+    """A function that picks, from a backward function's result, the gradients that are needed, in the signature's order."""
     schema = about.signature
     own = [name for name in about.names if name in {schema.names[i] for i in schema.differentiable}]  # the function's order
     length_of = dict(zip((schema.names[i] for i in schema.lists), lengths))

@@ -1,7 +1,7 @@
-"""What can compute an operator: the kernels of a package, for our own; functions that were registered by name, for users'.
+"""The implementations of an operator: the kernels of a package, for our own; functions that were registered by name, for users'.
 
-:class:`~sonde.op.register.Operator` asks three questions: which implementation serves this call, whether it has a gradient of its
-own, and what a pass of it over such arguments does.
+:class:`~sonde.op.register.Operator` asks three questions: which implementation runs this call, whether it has a gradient of its
+own, and what one of its passes does with such arguments.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ FILES = {"triton": "gpu", "numba": "cpu"}  # of a package
 class Kernels(Protocol):
     """One implementation."""
 
-    keeps: bool  # a pass over arguments of one kind may be used for all of that kind
-    own: bool  # one of ours: it writes every element that it allocates, and returns memory that is new
+    keeps: bool  # a pass may be cached and reused for all arguments with the same key
+    own: bool  # one of ours: it writes every element that it allocates, and returns new memory
 
     def decide(self, args: Sequence, needs: Sequence[bool], deterministic: bool) -> Callable[..., Any]:
-        """What a pass over such arguments does: the backward pass if there are `needs`."""
+        """The function that runs a pass over such arguments: the backward pass if there are `needs`."""
 
     def plan(self, op: Operator, args: Sequence, needs: Sequence[bool], deterministic: bool) -> list[plan.Kernel]:
         """The kernels of a call, and of the gradients that are needed."""
 
 
 class Implementations(Protocol):
-    """All of them for one operator."""
+    """All implementations of one operator."""
 
     def choose(self, impl: str, args: Sequence) -> str:
-        """The one that runs; an error if an explicit request cannot be met."""
+        """The name of the one that runs; an error if an explicit request cannot be met."""
 
     def kernels(self, impl: str) -> Kernels: ...
 
@@ -87,7 +87,7 @@ class OfModule:
 
 
 def decide(kernels: Any, args: Sequence, needs: Sequence[bool] = (), deterministic: bool = False) -> Callable[..., Any]:
-    """What a pass of this module does to such arguments: the backward pass if there are `needs`."""
+    """The function that runs a pass of this module over such arguments: the backward pass if there are `needs`."""
     how = dict(needs=needs, deterministic=deterministic)
     if hasattr(kernels, "forward_pass"):
         bound: Callable[..., Any] = (kernels.backward_pass(*args, **how) if needs else kernels.forward_pass(*args)).bind()

@@ -1,7 +1,7 @@
-"""What torch's dispatcher knows of an operator. The only module that talks to ``torch.library``.
+"""The registration of an operator with torch's dispatcher. The only module that uses ``torch.library``.
 
 Graphs of ``torch.compile`` and ``torch.export`` hold ``<namespace>::<name>`` and ``<namespace>::<name>_backward``. Their arguments
-come with lists of tensors; the :class:`~sonde.op.register.Operator` behind them takes and returns flat arguments.
+may be lists of tensors; the :class:`~sonde.op.register.Operator` behind them takes and returns flat arguments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Library(NamedTuple):
-    """The operators of torch that stand for one of ours; each takes the schema's arguments."""
+    """The operators registered with torch for one of ours; each takes the schema's arguments."""
 
     forward: Any
     backward: Any
-    forward_below: Any  # what these two are below autograd
+    forward_below: Any  # the same two, called below autograd
     backward_below: Any
 
 
 def register(signature: Signature, serving: Callable[[Lengths], Operator]) -> Library:
-    """Define an operator and its gradient; `serving` returns what serves lists of such lengths."""
+    """Define an operator and its gradient; `serving` returns the flat operator for lists of these lengths."""
     first = len(signature.graded)  # where the arguments begin among those of the backward operator
 
     def forward(method: str) -> Callable[..., Any]:
@@ -65,10 +65,10 @@ def register(signature: Signature, serving: Callable[[Lengths], Operator]) -> Li
         name = f"_backward{suffix}"
         return given, define(name, signature.backward_schema, backward("run_backward_kernels"), backward("run_fake_backward"))
 
-    # where autograd cannot be skipped, operators that it does not know stand for what is below it
+    # if autograd cannot be skipped, separate operators without an autograd rule do the work below it
     above = both("")
     found = Library(*above, *(above if CAN_SKIP_AUTOGRAD else both("_kernel")))
-    # graphs of torch.export train too, and torch.func works inside torch.compile
+    # so that graphs of torch.export can be trained, and torch.func works inside torch.compile
     torch.library.impl(f"{signature.qualname}", "Autograd", forward("run_autograd"))
     torch.library.impl(f"{signature.qualname}_backward", "Autograd", backward("run_autograd_backward"))
     torch.library.register_vmap(found.forward, _vmap(signature, serving, found.forward, 0))
@@ -89,13 +89,13 @@ def flat_function(signature: Signature, function: Any, lengths: Lengths, first: 
 
 
 def flattened(out: Any) -> tuple[Any, ...]:
-    """Results without the lists among them."""
+    """Results with the entries of lists in place of the lists."""
     results = out if isinstance(out, tuple) else (out,)
     return tuple(x for result in results for x in (result if isinstance(result, list) else [result]))
 
 
 def _vmap(signature: Signature, serving: Callable[[Lengths], Operator], function: Any, first: int) -> Callable[..., Any]:
-    """The rule of ``torch.vmap`` for one of the two; `first` is 0 for the operator itself, or where its arguments begin."""
+    """The rule of ``torch.vmap`` for the operator or its gradient; the operator's arguments begin at position `first`."""
 
     def rule(info: Any, dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         if not signature.lists:

@@ -27,7 +27,7 @@ def choose(name: str, impl: str, tensor: Tensor) -> str:
     kind = tensor.device.type
     if torch.onnx.is_in_onnx_export() and impl in ("auto", "triton", "numba"):
         if impl == "auto":
-            return "reference"  # plain tensor operations, which ONNX has
+            return "reference"  # plain tensor operations, which ONNX supports
         raise ValueError(f"{name}: impl={impl!r} has no translation to ONNX; export with impl='auto' or impl='reference'")
     if impl == "auto":
         if kind == "cuda" and HAS_TRITON:
@@ -69,9 +69,9 @@ class Kernel:
 
     name: str
     writes: tuple[str, ...]
-    accumulator: torch.dtype | None  # None: not known, of a function of the user's
+    accumulator: torch.dtype | None  # None: unknown, as for a user's function
     determinism: Determinism
-    workspace: int | None = 0  # bytes beyond inputs and results, whose gradients are laid out as they are; None: not known
+    workspace: int | None = 0  # bytes beyond inputs and results, if gradients have their layout; None: unknown
     phase: Literal["forward", "backward"] = "forward"
     config: str = ""  # the configuration that runs, if there is a choice
     origin: str = ""  # where that configuration comes from: tuned, shipped, default or fixed
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def workspace(self) -> int:
-        """The most bytes in use at one time beyond inputs and results, of those kernels that say it."""
+        """The most bytes in use at one time beyond inputs and results, over the kernels for which it is known."""
         return max((k.workspace or 0 for k in self.kernels), default=0)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ def hold(*tensors: Tensor | None, backward: bool = False) -> None:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """What ``function(*args, **kwargs)`` would launch, for its value and for the gradients that its arguments ask for.
+    """What ``function(*args, **kwargs)`` would launch, for its value and for the gradients that its arguments require.
 
     Nothing is launched. Arguments may be meta tensors.
 

@@ -1,7 +1,7 @@
 """An operator: a PyTorch reference, and kernels that compute the same faster. Ours and users' own are instances of one class.
 
-A warm eager call goes straight to a prepared launch, through an ``autograd.Function`` if somebody may ask for gradients. Compiled
-and exported graphs hold an operator of torch (``library.py``) and reach the same functions through torch's dispatcher.
+A warm eager call goes straight to a prepared launch, through an ``autograd.Function`` if gradients may be needed. Compiled and
+exported graphs hold an operator of torch (``library.py``) and reach the same functions through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Operator:
 
     def __init__(
         self,
-        signature: Signature,  # a flat one
+        signature: Signature,  # flat, without lists
         implementations: Implementations,
         reference: Callable,
         check: Callable,
         fake: Callable,
         folds: bool,
-        library: Library | None = None,  # registered here unless it is given
-        schema: Signature | None = None,  # that of the library, if it has lists of tensors
-        lengths: Lengths = (),  # which have these lengths
+        library: Library | None = None,  # registered here unless given
+        schema: Signature | None = None,  # the library's signature, if it has lists of tensors
+        lengths: Lengths = (),  # the lengths of these lists
     ) -> None:
         self.signature, self.implementations = signature, implementations
         self.reference, self.check, self.fake, self.folds = reference, check, fake, folds
@@ -76,7 +76,7 @@ class Operator:
         return out
 
     def forget(self) -> None:
-        """Drop what was prepared: implementations were added."""
+        """Drop prepared calls and passes, because an implementation was added."""
         self.passes.clear()
         self.calls.clear()
 
@@ -104,7 +104,7 @@ class Operator:
             return self.implementations.kernels(impl).plan(self, args, needs, fixed)
 
     def run_forward(self, *args):
-        """What torch's dispatcher would call below autograd; a direct call where nobody observes it."""
+        """Call the function below autograd: directly, or through torch's dispatcher if the call is observed."""
         return _run(self._forward_below, self.run_kernels, args)
 
     def run_backward(self, *args):
@@ -130,7 +130,7 @@ class Operator:
         return self.forward_op(*args, impl, torch.are_deterministic_algorithms_enabled())
 
     def _recorded(self, args: Sequence) -> bool:
-        """True if a gradient may be asked for."""
+        """True if a gradient may be needed."""
         return torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in self.signature.differentiable)
 
     # registered with torch.library
@@ -142,7 +142,7 @@ class Operator:
     def run_backward_kernels(self, *arguments):
         *args, needs, impl, fixed = frozen(arguments)
         found = iter(self.prepare(impl, args, fixed, needs)(*args))
-        if not self.implementations.kernels(impl).own:  # such as a bias whose gradient is the result's
+        if not self.implementations.kernels(impl).own:  # a bias, say, may get the result's gradient itself
             given = [args[len(self.signature.graded) + i] for i, need in zip(self.signature.differentiable, needs) if need]
             found = iter([as_promised(x, like, args) for x, like in zip(found, given)])
         out = tuple(next(found) if need else args[0].new_empty(0) for need in needs)  # schemas have a fixed number of results
@@ -201,11 +201,11 @@ def operator(
 
     ``gpu.py`` and ``cpu.py`` of `package` have
 
-    - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` to what the schema returns,
-    - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one to a gradient per true entry of `needs`.
+    - ``forward_pass(*args)``, the :class:`~sonde.jit.Pass` that computes what the schema returns,
+    - ``backward_pass(*grads, *args, *saved, needs, deterministic)``, the one that computes a gradient per true entry of `needs`.
 
     A pass is reused for all calls with the same shapes, strides, dtypes, devices and alignment of tensors, and the same values.
-    Where sizes depend on the data, a file has ``forward`` and ``backward`` instead, which run at once, and ``plan(*args, needs,
+    If sizes depend on the data, a file has ``forward`` and ``backward`` instead, which run immediately, and ``plan(*args, needs,
     deterministic)``, which lists the kernels that those two launch.
 
     Args:
@@ -217,7 +217,7 @@ def operator(
         channels_last: Inputs whose gradient is channels-last if they are; every other gradient is contiguous.
         unbatched: Tensors without a batch dimension, shared by all rows. Every other tensor has a leading batch dimension, into
             which ``torch.func.vmap`` folds the mapped one.
-        folds: Whether results have a batch dimension, too; without one ``torch.func.vmap`` makes a call for each row.
+        folds: Whether results have a batch dimension, too; if not, ``torch.func.vmap`` makes one call per row.
         forward_only: Tensors that change no result and that the backward pass does not need: it gets None for them.
         saved: Positions of the results that the backward pass reads.
         no_grad: Positions of the results that have no gradient.
@@ -229,7 +229,7 @@ def operator(
 def as_promised(grad: Tensor, like: Tensor, args: Sequence) -> Tensor:
     """A gradient as graphs expect it: contiguous, of the argument's dtype, and in memory of its own.
 
-    A user's kernel may return another, such as that of the result for a bias. Eager autograd takes it as it is.
+    A user's kernel may return another tensor, such as the result's own gradient for a bias. Eager autograd takes it as it is.
     """
     found = grad.to(like.dtype).contiguous()
     start = found.data_ptr()

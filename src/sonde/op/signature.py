@@ -1,7 +1,7 @@
-"""What an operator's schema says: its tensors and values, which have a gradient, which results the backward pass reads.
+"""What an operator's schema says: its tensors and values, which of them have a gradient, which results the backward pass reads.
 
-Lists of tensors exist in schemas only. Everything behind the schema sees *flat* arguments: the entries of a list stand where the
-list stood, and there is one flat signature for each combination of list lengths.
+Lists of tensors exist in schemas only. All code behind the schema sees *flat* arguments: the entries of a list take its place, and
+there is one flat signature for each combination of list lengths.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Signature:
     """Positions count the operator's arguments, tensors first, or its results."""
 
     name: str
-    inputs: str  # as the schema has them
+    inputs: str  # as written in the schema
     result: str
     names: tuple[str, ...]
     tensors: int  # how many of the arguments are tensors; the rest are values
     differentiable: tuple[int, ...]  # arguments with a gradient, in the order of the gradients
     unbatched: frozenset[int]  # tensors without a batch dimension
     channels_last: frozenset[int]  # arguments whose gradient keeps that layout
-    forward_only: frozenset[int]  # tensors that backward has no use for
+    forward_only: frozenset[int]  # tensors that backward does not need
     graded: tuple[int, ...]  # results with a gradient
     ungraded: tuple[int, ...]
     saved: tuple[int, ...]  # results that backward reads
@@ -94,7 +94,7 @@ class Signature:
     def backward_reads_its_result(self) -> bool:
         return any(i in self.graded for i in self.saved)
 
-    # lists of tensors; all of these are asked of the schema's own signature
+    # lists of tensors; call these on the schema's own signature, not on a flat one
 
     def flat(self, lengths: Lengths) -> Signature:
         """The signature of calls whose lists have these lengths: each entry of a list is an argument."""
@@ -119,12 +119,12 @@ class Signature:
         )
 
     def unpacked(self, args: Sequence[Any], first: int = 0) -> tuple[list[Any], Lengths]:
-        """Arguments of the schema, which begin at position `first`, flat; and the lengths of their lists."""
+        """The schema's arguments, which begin at position `first`, made flat; and the lengths of their lists."""
         lists = [first + i for i in self.lists]
         return [x for i, arg in enumerate(args) for x in (arg if i in lists else [arg])], tuple(len(args[i]) for i in lists)
 
     def packed(self, args: Sequence[Any], lengths: Lengths, first: int = 0) -> list[Any]:
-        """Flat arguments, which begin at position `first`, as the schema has them."""
+        """The inverse of :meth:`unpacked`: flat arguments, which begin at position `first`, as the schema's arguments."""
         rest = iter(args[first:])
         counts = enumerate(self._counts(lengths))
         packed = [[next(rest) for _ in range(count)] if i in self.lists else next(rest) for i, count in counts]
@@ -137,6 +137,6 @@ class Signature:
         return out[0] if len(out) == 1 else tuple(out)
 
     def _counts(self, lengths: Lengths) -> list[int]:
-        """How many flat arguments stand for each argument of the schema."""
+        """How many flat arguments each argument of the schema becomes."""
         of_list = dict(zip(self.lists, lengths))
         return [of_list.get(i, 1) for i in range(len(self.names))]

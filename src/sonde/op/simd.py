@@ -2,7 +2,7 @@
 
 LLVM's own vectoriser needs run-time checks that arrays do not overlap and leaves the end of every row to scalar code: on rows of
 148 channels that is three times slower. These are LLVM vectors, which the compiler splits into the machine's registers. All lanes
-compute alike, so a sum has the same bits wherever in a row it stands.
+run the same operations, so a sum has the same bits at every position of a row.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def pairs(typing, x, first, at):
 
 @intrinsic
 def unzip(typing, v, w):
-    """Of the lanes of `v` followed by those of `w`: the first, third, …, and the second, fourth, …."""
+    """Split the lanes of `v`, followed by those of `w`, into the first, third, … and the second, fourth, …."""
 
     def generate(context, builder, signature, args):
         return context.make_tuple(builder, signature.return_type, _shuffled(builder, args, _TURNS))
@@ -225,7 +225,7 @@ def unzip(typing, v, w):
 
 @intrinsic
 def zipped(typing, v, w):
-    """Lanes of `v` and `w` alternately; the first half of that, and the second half."""
+    """Interleave the lanes of `v` and `w`; returns the first half and the second half."""
 
     def generate(context, builder, signature, args):
         order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]

@@ -115,7 +115,7 @@ def forward_mode(args: Sequence) -> bool:
         return forward_ad._current_level >= 0
     try:
         return any(map(has_tangent, args))
-    except RuntimeError:  # torch.vmap maps one of them, and mapped tensors do not tell their tangents
+    except RuntimeError:  # torch.vmap maps one of them, and mapped tensors hide their tangents
         return False
 
 

@@ -1,4 +1,4 @@
-"""Tests for operators of your own: what can go wrong with a kernel, found and said in words."""
+"""Tests for your own operators: find what can go wrong with a kernel, and say it in words."""
 
 from .contract import CHECKS, Report, check_operator
 

@@ -1,4 +1,4 @@
-"""How results are compared, and what is said of those that differ."""
+"""Comparison of results, and messages about those that differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 
 def layout(got: Tensor, want: Tensor) -> str | None:
-    """In what two results differ other than in values."""
+    """How two results differ in shape, dtype or device; None if they do not."""
     if got.shape != want.shape:
         return f"has shape {list(got.shape)}, the reference {list(want.shape)}"
     if got.dtype != want.dtype:
@@ -22,7 +22,7 @@ def layout(got: Tensor, want: Tensor) -> str | None:
 
 
 def strides(got: Tensor, want: Tensor) -> str | None:
-    """Graphs are compiled for the reference's strides."""
+    """How strides differ: they must not, since graphs are compiled for the reference's strides."""
     pairs = [(a, b) for n, a, b in zip(got.shape, got.stride(), want.stride()) if n > 1]
     if got.numel() and any(a != b for a, b in pairs):
         return (
@@ -33,7 +33,7 @@ def strides(got: Tensor, want: Tensor) -> str | None:
 
 
 def difference(got: Tensor, want: Tensor, tolerance: float | None = None, allowance: float = 0.0) -> str | None:
-    """In what the values differ, if by more than the tolerance, relative in norm, and an absolute allowance."""
+    """How the values differ, if by more than a tolerance, relative in norm, plus an absolute allowance; else None."""
     if got.numel() == 0:
         return None
     got, want = got.detach(), want.detach()
@@ -72,7 +72,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Equal, NaN and the signs of zeros included."""
+    """True if all bits are equal, including NaN and the signs of zeros."""
     return all(x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""``check_operator``: everything that an operator promises, asked of each of its implementations."""
+"""``check_operator``: checks everything that an operator promises, for each of its implementations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CHECKS: dict[str, Check] = {
     "synchronisation": device.synchronisation,
     "streams": device.streams,
 }
-ONCE = ("compile", "export", "synchronisation")  # of each implementation: they take long, and depend on values least
-SAID = 2  # problems of one check of one implementation; more say the same
+ONCE = ("compile", "export", "synchronisation")  # once per implementation: they take long, and hardly depend on values
+SAID = 2  # how many problems of one check of one implementation are reported; more would repeat the same
 
 
 @dataclass
@@ -60,17 +60,18 @@ def check_operator(
     """Check each implementation of an operator against its reference and against all that an operator promises.
 
     Values and gradients (of every argument, alone and together, for every layout of cotangents) agree with the reference; results
-    have its shapes, strides, dtypes and devices; arguments stay as they are and share no memory with results; no memory outside
-    the arguments is read or written and no uninitialised memory read; the same bits in every run, if that is promised; other
-    strides, empty inputs, autocast and mixed dtypes, ``torch.vmap``, ``torch.compile(fullgraph=True)``, ``torch.export``; on GPUs
-    also that nothing waits for the device, and that kernels run on the current stream.
+    have its shapes, strides, dtypes and devices; arguments are not changed and share no memory with results; no memory outside
+    the arguments and no uninitialised memory is read, and none outside is written; results have the same bits in every run, if
+    that is promised. Also other strides, empty inputs, autocast and mixed dtypes, ``torch.vmap``,
+    ``torch.compile(fullgraph=True)`` and ``torch.export``; on GPUs also that nothing waits for the device, and that kernels run on
+    the current stream.
 
     Args:
         op: What ``sonde.operator`` returned.
         cases: Argument tuples, or a dictionary of them by name. Small ones with odd sizes find the most.
-        impl: The implementations to check: all that can take the case's tensors, unless it is given.
-        tolerance: Relative error, in norm, that values and gradients may have, beside twice the reference's own: 10⁻⁵ in float32,
-            10⁻¹⁰ in float64, 4·10⁻³ in float16 and 3·10⁻² in bfloat16 unless it is given.
+        impl: The implementations to check; all that can take the case's tensors, unless given.
+        tolerance: Relative error, in norm, that values and gradients may have, on top of twice the reference's own error: 10⁻⁵ in
+            float32, 10⁻¹⁰ in float64, 4·10⁻³ in float16 and 3·10⁻² in bfloat16, unless given.
         skip: Names of checks to leave out (``sonde.testing.CHECKS``).
 
     Returns:
@@ -124,7 +125,7 @@ def check_operator(
 
 
 def _apply(report: Report, name: str, check: Check, subject: Subject, label: str) -> bool:
-    """Run one check; an exception is a problem, too. False if there is no value to check anything else with."""
+    """Run one check; an exception is a problem, too. Returns False if there is no value, so that nothing else can be checked."""
     done = report.checked.setdefault(subject.impl, [])
     found: list[str] = []
     try:

@@ -12,11 +12,11 @@ from .compare import difference
 from .subject import Subject
 from .values import NotApplicable, title
 
-cuda: Any = torch.cuda  # whose streams and events have no annotations
+cuda: Any = torch.cuda  # as Any, because its streams and events have no annotations
 
 
 def busy(stream: Any, tensor: Tensor, times: int = 40) -> Any:
-    """Keep a stream at work for some tens of milliseconds; the event is recorded behind that."""
+    """Keep a stream busy for tens of milliseconds; returns an event recorded after that work."""
     with torch.cuda.stream(stream):
         for _ in range(times):
             tensor @ tensor
@@ -26,7 +26,7 @@ def busy(stream: Any, tensor: Tensor, times: int = 40) -> Any:
 
 
 def synchronisation(subject: Subject) -> Iterator[str]:
-    """The call, and its backward pass, return while the device is still at work on something before them."""
+    """The call and its backward pass return while the device is still busy with earlier work."""
     if subject.device.type != "cuda":
         raise NotApplicable("only GPUs work behind the host's back")
     work = torch.randn(6144, 6144, device=subject.device)

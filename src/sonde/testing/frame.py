@@ -1,4 +1,4 @@
-"""Checks of what torch makes of an operator: ``vmap``, ``torch.compile``, ``torch.export``."""
+"""Checks of an operator in torch's transforms: ``vmap``, ``torch.compile``, ``torch.export``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .values import NotApplicable, title
 
 
 def vmap(subject: Subject) -> Iterator[str]:
-    """Three rows at once are what three calls give."""
+    """Three rows at once give the same as three calls."""
     fixed = {subject.op._about.signature.names[i] for i in subject.op._about.signature.unbatched}
     names = [k for k in subject.tensors if k.split("[")[0] not in fixed]
     if not names:
@@ -38,13 +38,13 @@ def vmap(subject: Subject) -> Iterator[str]:
 
 
 def compiled(subject: Subject) -> Iterator[str]:
-    """One graph, traced whole, with the same values, strides and gradients."""
+    """A single graph without breaks gives the same values, strides and gradients."""
     tensors = list(subject.tensors)
 
     def call(*given: Tensor) -> Any:
         return subject.op(*subject.using(dict(zip(tensors, given))), impl=subject.impl)
 
-    call.__code__ = call.__code__.replace()  # torch counts recompilations per code object, and other operators' calls have this one
+    call.__code__ = call.__code__.replace()  # torch counts recompilations per code object, which operators would share
     graph = torch.compile(call, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         got = as_tuple(graph(*subject.tensors.values()))

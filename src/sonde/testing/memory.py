@@ -1,4 +1,4 @@
-"""Memory that tells on its users: red zones around inputs, and new tensors that are poisoned and fenced."""
+"""Memory that reveals wrong accesses: red zones around inputs, and new tensors that are poisoned and fenced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def restride(t: Tensor, layout: str) -> Tensor:
 
 
 def poison(dtype: torch.dtype) -> Any:
-    """NaN, or what no computation gives by chance."""
+    """NaN or, for integers, a value that no computation gives by chance."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.nan
     return True if dtype is torch.bool else torch.iinfo(dtype).max // 2
@@ -51,7 +51,7 @@ def redzone(t: Any, pad: int = PAD, fill: float = torch.nan) -> Any:
     span = span_of(t)
     buffer = torch.full((span + 2 * pad,), fill, dtype=t.dtype, device=t.device)
     if span:
-        buffer[pad : pad + span] = t.detach().as_strided((span,), (1,))  # gaps and all, since elements may share memory
+        buffer[pad : pad + span] = t.detach().as_strided((span,), (1,))  # including gaps, since elements may share memory
     return buffer.as_strided(t.shape, t.stride(), pad)
 
 
@@ -63,7 +63,7 @@ def zones(t: Tensor, pad: int = PAD) -> Tensor:
 
 
 def span_of(t: Tensor) -> int:
-    """How many elements lie between the first and the last, themselves included."""
+    """The number of elements from the first to the last, including both."""
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
 
 
@@ -71,9 +71,9 @@ def span_of(t: Tensor) -> int:
 def poisoned(pad: int = PAD, arrays: bool = False) -> Iterator[None]:
     """Uninitialised memory is NaN (or an absurd integer) and fenced: reading it shows in results, writing past it is an error.
 
-    It replaces torch's functions that return uninitialised memory, as they are called from Python; with `arrays` those of NumPy and
-    CuPy, too, whose memory is poisoned and not fenced. Numba knows NumPy's functions by identity, so with `arrays` nothing may be
-    left for it to compile.
+    It replaces torch's Python functions that return uninitialised memory; with `arrays` those of NumPy and CuPy, too, whose memory
+    is poisoned but not fenced. Numba recognises NumPy's functions by identity, so with `arrays` all its kernels must already be
+    compiled.
     """
     fences: list[tuple[Tensor, int, Any]] = []
 
@@ -92,7 +92,7 @@ def poisoned(pad: int = PAD, arrays: bool = False) -> Iterator[None]:
             array.fill((1 << (8 * array.dtype.itemsize - 2)) - 1)
         return array
 
-    forget_calls()  # what was prepared has found its functions
+    forget_calls()  # prepared calls already hold the original functions
     reused, allocator.CAN_COUNT_OWNERS = allocator.CAN_COUNT_OWNERS, False
     owners: list[tuple[Any, str, Any]] = [(torch, n, fence) for n in ("empty", "empty_like", "empty_strided")]
     owners += [(Tensor, n, fence) for n in ("new_empty", "new_empty_strided")]

@@ -1,4 +1,4 @@
-"""Checks of what is read and written."""
+"""Checks of memory accesses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .values import compared, title
 
 
 def arguments(subject: Subject) -> Iterator[str]:
-    """They are as they were, after the call and after its gradients."""
+    """Arguments are unchanged after the call and after its backward pass."""
     before = {name: x.clone() for name, x in subject.tensors.items()}
     mine = {name: x.clone() for name, x in subject.tensors.items()}
     with torch.no_grad():
@@ -31,7 +31,7 @@ def arguments(subject: Subject) -> Iterator[str]:
 
 
 def aliasing(subject: Subject) -> Iterator[str]:
-    """Results lie in memory of their own."""
+    """Results have memory of their own."""
     mine = {name: x.clone() for name, x in subject.tensors.items()}
     for who, impl in (("it", subject.impl), ("the reference", "reference")):
         with torch.no_grad():
@@ -45,7 +45,7 @@ def aliasing(subject: Subject) -> Iterator[str]:
 
 
 def foreign_memory(subject: Subject) -> Iterator[str]:
-    """Nothing before or behind its arguments is read or written: there are NaN, and then huge numbers."""
+    """Nothing before or after the arguments is read or written: that memory holds NaN, then huge numbers."""
     for fill in (torch.nan, 1e30):
         zoned = {
             name: redzone(x, fill=fill if x.dtype is not torch.float16 else min(fill, 6e4))
@@ -75,9 +75,9 @@ def _gradients(subject: Subject, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def uninitialised_memory(subject: Subject) -> Iterator[str]:
-    """What ``torch.empty`` and the like return is written before it is read."""
+    """Memory from ``torch.empty`` and the like is written before it is read."""
     graded = bool(subject.differentiable and subject.graded)
-    _ = subject.value, subject.gradient if graded else None  # compiled by now
+    _ = subject.value, subject.gradient if graded else None  # compiles the kernels
     try:
         with poisoned(arrays=True):
             with torch.no_grad():

@@ -20,12 +20,12 @@ Results = tuple[Tensor, ...]
 class Subject:
     op: CustomOperator
     impl: str
-    args: tuple[Any, ...]  # all of them, in the operator's order; no tensor of them requires a gradient
+    args: tuple[Any, ...]  # all arguments, in the operator's order; no tensor requires a gradient
     tolerance: float | None = None
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensor arguments by name, entries of lists as ``xs[0]``."""
+        """The tensor arguments by name; entries of lists are called ``xs[0]``."""
         found: dict[str, Tensor] = {}
         for name, arg in zip(self.op._names, self.args):
             entries = {f"{name}[{i}]": x for i, x in enumerate(arg)} if isinstance(arg, (list, tuple)) else {name: arg}
@@ -53,7 +53,7 @@ class Subject:
         return self.op._about.signature.graded
 
     def using(self, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
-        """The arguments, some tensors replaced."""
+        """The arguments with some tensors replaced."""
 
         def one(name: str, arg: Any) -> Any:
             if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor):
@@ -71,7 +71,7 @@ class Subject:
 
     @cached_property
     def value(self) -> Results:
-        """What the implementation gives for the case as it is."""
+        """The implementation's results for the unchanged case."""
         with torch.no_grad():
             return self.run()
 
@@ -82,11 +82,11 @@ class Subject:
 
     @cached_property
     def exact(self) -> Results | None:
-        """The reference in float64, if it can be had."""
+        """The reference in float64; None if it does not run in float64."""
         try:
             with torch.no_grad():
                 found = self.reference(self.using({k: x.double() for k, x in self.tensors.items() if x.is_floating_point()}))
-        except Exception:  # a reference for one dtype
+        except Exception:  # the reference takes only one dtype
             return None
         return found if [x.shape for x in found] == [x.shape for x in self.want] else None
 
@@ -107,7 +107,7 @@ class Subject:
         tensors: dict[str, Tensor] | None = None,
         call: Callable[..., Any] | None = None,
     ) -> dict[str, Tensor | None]:
-        """The gradients of these tensors; None where autograd says that there is none."""
+        """The gradients of these tensors; None where autograd returns none."""
         names = self.differentiable if names is None else list(names)
         given = {**self.tensors, **(tensors or {})}
         leaves = {key: given[key].detach().requires_grad_() for key in names}

@@ -1,4 +1,4 @@
-"""Checks of what is computed: values, gradients, bits; for other strides, no elements, other dtypes."""
+"""Checks of results: values, gradients, bits; also with other strides, empty inputs and other dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .subject import Subject
 
 
 class NotApplicable(Exception):
-    """A check has nothing to say; the message says why."""
+    """A check does not apply; the message says why."""
 
 
 def title(i: int, count: int) -> str:
@@ -21,7 +21,7 @@ def title(i: int, count: int) -> str:
 
 
 def compared(subject: Subject, got: Sequence[Tensor], want: Sequence[Tensor], note: str = "") -> Iterator[str]:
-    """Two lists of results, or in `want` those of the reference in another precision."""
+    """Compare two lists of results; `want` may be the reference's, in another precision."""
     for i, (a, b) in enumerate(zip(got, want)):
         found = difference(a, b, subject.tolerance)
         if found:
@@ -29,7 +29,7 @@ def compared(subject: Subject, got: Sequence[Tensor], want: Sequence[Tensor], no
 
 
 def values(subject: Subject) -> Iterator[str]:
-    """Values against the reference; shape, dtype, device and strides as the reference has them; shapes for tracing."""
+    """Values, shapes, dtypes, devices and strides agree with the reference's."""
     got, want, exact = subject.value, subject.want, subject.exact
     if len(got) != len(want):
         yield f"it returns {len(got)} results, the reference {len(want)}"
@@ -47,7 +47,7 @@ def values(subject: Subject) -> Iterator[str]:
 
 
 def gradients(subject: Subject) -> Iterator[str]:
-    """Those of every argument, asked for together and alone, for gradients of results in several layouts."""
+    """Gradients of all arguments, together and alone, for several memory layouts of the results' gradients."""
     names = subject.differentiable
     if not names or not subject.graded:
         raise NotApplicable("nothing is differentiable")
@@ -55,7 +55,7 @@ def gradients(subject: Subject) -> Iterator[str]:
     problems = list(_against_reference(subject, got, want, exact))
     yield from problems
     if problems:
-        return  # the rest would say the same again
+        return  # the rest would report the same again
     mine = [g.clone() for g in subject.cotangents]
     subject.gradients(cotangents=mine)
     if not same_bits(mine, subject.cotangents):
@@ -118,7 +118,7 @@ def _cotangents(subject: Subject) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def determinism(subject: Subject) -> Iterator[str]:
-    """The same bits in every run, if that is what it says."""
+    """The same bits in every run, if that is promised."""
     if not subject.deterministic:
         raise NotApplicable("it does not say that it is deterministic")
     torch.use_deterministic_algorithms(True)
@@ -140,7 +140,7 @@ def determinism(subject: Subject) -> Iterator[str]:
 
 
 def strided(subject: Subject) -> Iterator[str]:
-    """The same numbers in other layouts of memory."""
+    """The same results for other memory layouts of the arguments."""
     for name, x in subject.tensors.items():
         for how in LAYOUTS[1:]:
             laid = restride(x, how)
@@ -163,7 +163,7 @@ def strided(subject: Subject) -> Iterator[str]:
 
 
 def empty_inputs(subject: Subject) -> Iterator[str]:
-    """Each size in turn is 0, in all tensors that have it, if the reference allows it."""
+    """Set one size after the other to 0, in all tensors that have it, if the reference allows it."""
     sizes = {n for x in subject.tensors.values() for n in x.shape if n}
     tried = 0
     for n in sorted(sizes):
@@ -172,7 +172,7 @@ def empty_inputs(subject: Subject) -> Iterator[str]:
         try:
             want = subject.reference(args)
             wanted = subject.gradients(impl="reference", tensors=none, cotangents=[_like(want[i]) for i in subject.graded])
-        except Exception:  # it does not allow it
+        except Exception:  # the reference does not allow it
             continue
         tried += 1
         note = f"with no elements where there were {n}, "
@@ -204,7 +204,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def autocast(subject: Subject) -> Iterator[str]:
-    """It means the same under autocast, which also hands over half-precision tensors beside others."""
+    """Results are the same under autocast, and right for the mix of dtypes that autocast may pass."""
     kind = subject.device.type
     with torch.no_grad(), torch.autocast(kind, dtype=torch.bfloat16):
         got = subject.run()
@@ -218,7 +218,7 @@ def autocast(subject: Subject) -> Iterator[str]:
         try:
             with torch.no_grad():
                 want, exact = subject.reference(args), subject.reference(wide)
-        except Exception:  # it takes one dtype
+        except Exception:  # the reference takes only one dtype
             continue
         with torch.no_grad():
             got = subject.run(args)

@@ -1,4 +1,4 @@
-"""What operators with a positional encoding of depths check alike."""
+"""Checks shared by operators with a positional encoding of depths."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def add_images_gradient(
 ) -> None:  # fmt: skip
     """A step that writes ∂T/∂images of this shape, which are all of `images` or some, into `out`.
 
-    So many `views` in a row share their rows; the encoding meets the first `encoded` heads, or all.
+    `views` consecutive images share their rows; the encoding applies to the first `encoded` heads, or to all.
     """
     B, C, H, W = shape
     strides = (1, C) if memory_format(images, True) == torch.channels_last else (H * W, 1)

@@ -108,8 +108,8 @@ def per_channel(
     coef,  # [B, h, Q, D]
     rows,  # [B / views, h, Q, C']
     octaves,  # 1, 2, 4, …
-    views,  # images in a row that share their rows
-    encoded,  # the first heads, which meet the encoding, too
+    views,  # consecutive images that share their rows
+    encoded,  # the number of heads, from the first, to which the encoding applies
     g_images,  # [B*C*H*W]
     stride_c,
     stride_x,

@@ -95,7 +95,7 @@ def derivatives(
 
 
 def layout_of(images: Tensor, samples: int) -> Layout:
-    """The layout in which kernels read images with so many samples each: channels-last, unless converting them would cost more."""
+    """The layout in which kernels read images with this many samples each: channels-last, unless converting them costs more."""
     _, C, H, W = images.shape
     if images.permute(0, 2, 3, 1).is_contiguous():
         return "pixels"

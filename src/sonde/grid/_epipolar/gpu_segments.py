@@ -39,7 +39,7 @@ def add_images_gradient(
 ) -> None:  # fmt: skip
     """Steps that write every element of ∂T/∂images into `out` ``[B, C, H, W]``, a chunk of the batch at a time.
 
-    So many `views` in a row share their rows. `more` are the coef and rows of a second form, of as many heads and without an
+    `views` consecutive images share their rows. `more` has the coef and rows of a second form, with as many heads and without an
     encoding, whose gradient is added.
     """
     chunk = -(-batch_chunk(n) // views) * views
@@ -136,7 +136,7 @@ def _sample_sums(
     C0: tl.constexpr,  # the first channel
     HEADS: tl.constexpr,
     OCTAVES: tl.constexpr,
-    VIEWS: tl.constexpr,  # images in a row that share their rows
+    VIEWS: tl.constexpr,  # consecutive images that share their rows
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,

@@ -28,7 +28,7 @@ from ...op.simd import (
 from .._scatter.cpu_sums import COUNTED, FULL, add_spilled, block_full, clear, flush, hash16, new_spill
 
 TILE = 64  # samples per tile; more if sixteen places have more in all their levels
-TILES = 32  # so many tiles are summed in the dtype of the operands, and these sums in float64
+TILES = 32  # this many tiles are summed in the dtype of the operands, and these sums in float64
 
 
 @jit

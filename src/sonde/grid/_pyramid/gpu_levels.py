@@ -32,7 +32,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(number: int, levels: tuple[int, ...], rows: int) -> Levels:
-    """Levels of features with so many rows; numbers are checked again, since not every caller comes through the public API."""
+    """Levels of features with this many rows; numbers are checked again, since not every caller comes through the public API."""
     sizes = zip(levels[::3], levels[1::3], levels[2::3])
     return Levels(number, levels, not levels or not all(0 <= start <= rows - h * w for h, w, start in sizes))
 

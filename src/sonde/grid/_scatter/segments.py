@@ -81,7 +81,7 @@ def add_pixel_sums(
     block_p = BLOCK_PIXELS * BLOCK_C // block_c
     (Z, H, W), n = (1, *outline.shape[1:-1])[-3:], outline.shape[:-1].numel()
     constants = (C, outline.stride(-2), c0, tile, accumulator(wide), block_p, block_c, taps, dim)
-    registers = 64 if tile < C else None  # of several tiles in turn, the compiler spills a few to fit more programs
+    registers = 64 if tile < C else None  # with several tiles, the compiler would spill a few to fit more programs
     launch = Launch((cdiv(n, block_p), tile // block_c, 1), (Z, H, W, n), constants, 4, registers=registers)
     p.start(_pixel_sums, [sums, segments.begin, segments.end, out], launch, writes=writes, promise=Determinism.RUN_TO_RUN)
 

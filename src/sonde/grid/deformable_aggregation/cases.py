@@ -78,10 +78,10 @@ def make(
     seed: int = 0,
     **_,
 ) -> tuple[Tensor, tuple, None, Tensor, Tensor, str]:
-    """Arguments of ``deformable_aggregation``; `levels` of every camera are halves of H×W, or given for one or for each.
+    """Arguments of ``deformable_aggregation``; `levels` are H×W halved again and again, or given, for all cameras or for each.
 
-    ``boxes``: key points of boxes around a car, seen by its cameras: 18 % of them lie in an image. ``lanes``: of lines on the
-    ground. Otherwise as ``_pyramid.cases.scattered`` has it.
+    ``boxes``: key points of boxes around a car, seen by its cameras: 18 % of them lie in an image. ``lanes``: key points of lines
+    on the ground. For other layouts see ``_pyramid.cases.scattered``.
     """
     g = torch.Generator(device).manual_seed(seed)
     shapes = _shapes(cams, levels or pyramid.halves(H, W, L))
@@ -111,7 +111,7 @@ def _boxes(B: int, Q: int, D: int, g: torch.Generator) -> Tensor:
 
 
 def _lanes(B: int, Q: int, D: int, g: torch.Generator) -> Tensor:
-    """Along lines in 60×30 m around the car: every metre fifteen points, three each at five heights about the ground."""
+    """Key points along lines in 60×30 m around the car: fifteen per metre, three at each of five heights near the ground."""
     place, turn, jitter = (torch.rand(B, Q, *shape, device=g.device, generator=g) for shape in ((1, 2), (1,), (D, 2)))
     point = torch.arange(D, device=g.device)
     along, angle = point // 15 - D // 30, 2 * math.pi * turn
@@ -124,20 +124,20 @@ def _lanes(B: int, Q: int, D: int, g: torch.Generator) -> Tensor:
 def _seen(points: Tensor, cams: int, aspect: float) -> Tensor:
     """Points ``[…, 3]`` in the images of cameras 1.5 m above the ground that look all around, ``[…, cams, 2]``.
 
-    As the models have it: a depth is at least 1e-5, so that what is behind a camera comes to lie far outside its image.
+    As in the models, a depth is at least 1e-5, so that points behind a camera fall far outside its image.
     """
     yaw = torch.arange(cams, device=points.device) * (2 * math.pi / max(1, cams))
     focal = torch.full_like(yaw, 1266 / 1600)
-    focal[cams // 2 :: cams] = 809 / 1600  # the one that looks back sees more
+    focal[cams // 2 :: cams] = 809 / 1600  # the rear camera has a wider view
     x, y, z = points[..., None, :].unbind(-1)
     depth = (x * yaw.cos() + y * yaw.sin() - 1.2).clamp(min=1e-5)
     u = 0.5 + focal * (x * yaw.sin() - y * yaw.cos()) / depth
-    horizon = 1 - (900 - 491) / 1600 / aspect  # the images are cut off at the top
+    horizon = 1 - (900 - 491) / 1600 / aspect  # images are cropped at the top
     return torch.stack([u, horizon + focal / aspect * (1.5 - z) / depth], -1)
 
 
 def eager(features: Tensor, spatial_shapes: tuple, level_starts: None, locations: Tensor, weights: Tensor, outside: str) -> Tensor:
-    """What a user of plain PyTorch writes; the models' own fallback does."""
+    """What a user of plain PyTorch writes, and the models' own fallback."""
     B, A, P, cams = locations.shape[:4]
     (_, rows, C), G = features.shape, weights.shape[-1]
     wide = torch.promote_types(features.dtype, locations.dtype)
@@ -154,7 +154,7 @@ def eager(features: Tensor, spatial_shapes: tuple, level_starts: None, locations
 
 
 def count(B: int, C: int, Q: int, D: int, heads: int, H: int = 0, W: int = 0, cams: int = 2, L: int = 2, levels=None, **_) -> dict:
-    """Elements that must move at least once, and bilinear taps (samples times channels, were they all inside)."""
+    """Elements that must move at least once, and bilinear taps (samples times channels, as if all were inside)."""
     shapes = _shapes(cams, levels or pyramid.halves(H, W, L))
     rows, L = sum(h * w for of_camera in shapes for h, w in of_camera), len(shapes[0]) if shapes else L
     samples = B * Q * D * cams

@@ -1,4 +1,4 @@
-"""``deformable_aggregation`` on CPUs: anchors are the units of ``_pyramid.cpu``, cameras' views of their points the places."""
+"""``deformable_aggregation`` on CPUs: the units of ``_pyramid.cpu`` are anchors, its places are points as one camera sees them."""
 
 from __future__ import annotations
 

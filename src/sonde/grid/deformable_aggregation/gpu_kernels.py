@@ -1,8 +1,8 @@
 """The kernels of ``deformable_aggregation``, one for the value and one for all gradients.
 
-A program has one anchor and some of its samples, a sample being a point as one camera has it. Most see nothing. For the value a
-block of samples is looked at together, and those that do see something take their turns a few at a time, as rows of a tile
-``[samples, channels]``, which lies in one group. For the gradients it is cells of a level that take turns, with all their samples.
+A program has one anchor and some of its samples; a sample is a point as one camera sees it. Most samples see nothing. The value
+kernel tests a block of samples at once and then processes those that see something, a few at a time, as rows of a tile
+``[samples, channels]`` within one group. The gradient kernel processes the cells of a level one by one, each with all its samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = ["S", "A", "N", "SLICES", "BATCH"]
 @triton.jit(do_not_specialize=SIZES)
 def _aggregate(
     features,  # [B, S, C], pixels ROW apart
-    shapes,  # levels, as _pyramid.gpu_levels has them
+    shapes,  # levels, see _pyramid.gpu_levels
     starts,
     locations,  # [B, A, N, 2]
     weights,  # [B, A, N, L, G]
@@ -54,7 +54,7 @@ def _aggregate(
     L: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
-    GROUP: tl.constexpr,  # channels of a group
+    GROUP: tl.constexpr,  # channels per group
     ROW: tl.constexpr,
     VECTOR: tl.constexpr,
     DROP: tl.constexpr,
@@ -65,12 +65,12 @@ def _aggregate(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    EACH: tl.constexpr,  # tiles of a group
+    EACH: tl.constexpr,  # tiles per group
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
-    LONG: tl.constexpr,  # there are so many samples that sums must be compensated
+    LONG: tl.constexpr,  # so many samples that sums must be compensated
 ):
-    """Some tiles of channels, all samples that see something in turn; a thread's sums stay in it until the end."""
+    """Accumulate TILES channel tiles over all samples that see something; accumulators stay in registers."""
     anchor = tl.program_id(0) // SLICES
     b, anchor = (anchor // A).to(tl.int64), anchor.to(tl.int64)
     begin, end = slice_of(tl.program_id(0) % SLICES, N, SLICES)
@@ -158,7 +158,7 @@ def _aggregate_gradients(
     starts,
     locations,  # [B, A, N, 2]
     weights,  # [B, A, N, L, G]
-    d_features,  # [B, S, C]; None where nobody asked
+    d_features,  # [B, S, C]; None if not needed
     d_locations,
     d_weights,
     S,
@@ -170,7 +170,7 @@ def _aggregate_gradients(
     L: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
-    GROUP: tl.constexpr,  # channels of a group
+    GROUP: tl.constexpr,  # channels per group
     ROW: tl.constexpr,
     VECTOR: tl.constexpr,
     DROP: tl.constexpr,
@@ -178,21 +178,22 @@ def _aggregate_gradients(
     MASK: tl.constexpr,
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
-    TURNS: tl.constexpr,  # cameras take them
-    POINTS: tl.constexpr,  # that are looked at together
-    SPAN: tl.constexpr,  # groups of a tile
-    PADDED: tl.constexpr,  # channels of a group, up to a power of two
-    VEC: tl.constexpr,  # neighbours among them that a thread has
+    TURNS: tl.constexpr,  # programs run camera by camera; otherwise part by part
+    POINTS: tl.constexpr,  # processed together
+    SPAN: tl.constexpr,  # groups per tile
+    PADDED: tl.constexpr,  # channels per group, rounded up to a power of two
+    VEC: tl.constexpr,  # adjacent channels per thread
 ):
-    """All gradients in one pass over the cells in which samples lie; zeros for samples that see nothing.
+    """All gradients in one pass over the cells that contain samples; zeros for samples that see nothing.
 
-    A program has some points of an anchor as one camera sees them. If programs are many, cameras take turns: what is looked at fits
-    into the cache; if they are few, parts do, of which the last is the smallest, so that all end together. Points that lie in one
-    cell of a level are taken together. Its pixels are read once, and of their products with the gradient every point makes its
-    own; they are added to once. The pixels of the next cell are on their way meanwhile.
+    A program has some points of an anchor as one camera sees them. If there are many programs, they run camera by camera, so that
+    the features in use fit into the cache; otherwise part by part, and the last part is the smallest, so that all programs end at
+    about the same time. Points in the same cell of a level are processed together: the cell's pixels are read once and multiplied
+    with the gradient, every point derives its results from these products, and the pixels are added to once. Meanwhile the pixels
+    of the next cell are prefetched.
 
-    What is known of points has a tile ``[points · groups]``, what belongs to a pixel one of ``[pieces · groups, channels of a
-    piece]``; ``turns`` says in which order.
+    Values per point are tiles ``[points · groups]``, values per pixel are tiles ``[pieces · groups, channels of a piece]``;
+    ``turns`` defines the order of their elements.
     """
     PIECES: tl.constexpr = PADDED // VEC
     READS: tl.constexpr = d_locations is not None or d_weights is not None
@@ -223,12 +224,12 @@ def _aggregate_gradients(
         n = n0 + point * CAMS
         v, u = fetch_location(locations, n, n < end, ACC)
         seen = visible(v, u, shapes, starts, camera, L, DROP, TABLE, MASK, OFFSET) & (n < end)
-        v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # NaN stays out of products
-        g_v = tl.zeros_like(v)  # sums over groups stay apart until the end
+        v, u = tl.where(seen, v, -1), tl.where(seen, u, -1)  # keep NaN out of products
+        g_v = tl.zeros_like(v)  # one sum per group until the end
         g_u = tl.zeros_like(v)
         if LONG:
             lost_v, lost_u = zeros(v, 2)
-        levels = tl.max(seen.to(tl.int32)) * L  # or none
+        levels = tl.max(seen.to(tl.int32)) * L  # 0 if no sample sees anything
         for lev in range(levels):
             H, W, start = level(shapes, starts, camera * L + lev, TABLE, MASK, OFFSET)
             y, fy, top, bottom = along(v, H, OFFSET)
@@ -243,7 +244,7 @@ def _aggregate_gradients(
                 todo, y0, x0 = take(live, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
                 ahead = read(image, y0, x0, at, in_c, H, W, start, S, ROW, MASK, OFFSET) if READS else ()
                 for _ in range(tl.sum(live.to(tl.int32)) // SPAN):
-                    if y0 > -2:  # a loop while it is would say the same, but Triton does not compile one that carries all this
+                    if y0 > -2:  # a while loop would say the same, but Triton cannot compile one that carries this state
                         meet, pixels, cell_y, cell_x = live & (y == y0) & (x == x0), ahead, y0, x0
                         todo, y0, x0 = take(todo, point, y, x, locations, n0, H, W, CAMS, POINTS, ACC, OFFSET)
                         ahead = read(image, y0, x0, at, in_c, H, W, start, S, ROW, MASK, OFFSET) if READS else ()
@@ -297,7 +298,7 @@ def _mark(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The rows that the gradients' kernel will add to."""
+    """Mark the rows that the gradients' kernel will add to."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v, u = fetch_location(locations, i, i < SAMPLES, ACC)
     seen = inside(v, u) if DROP else i < SAMPLES

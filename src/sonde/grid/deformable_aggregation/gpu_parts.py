@@ -1,4 +1,4 @@
-"""Device code of samples that see something, and of the cells in which they lie."""
+"""Device code for samples that see something, and for the cells that contain them."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .._pyramid.gpu_levels import along, below, fetch_location, inside, level, s
 
 @triton.jit
 def slice_of(i, N, SLICES):
-    """Where slice `i` of so many things begins and ends, all slices but the last being of one size."""
+    """Begin and end of slice `i` of N items; all slices but the last have the same size."""
     size = tl.cdiv(N, SLICES)
     return i * size, tl.minimum((i + 1) * size, N)
 
@@ -30,7 +30,8 @@ def visible(
 
 @triton.jit
 def pick(rank, j, count, ROWS: tl.constexpr):
-    """The samples whose ranks follow `j`: as many samples come before the one of rank r + 1 as have a rank of r at most."""
+    """Indices of ROWS visible samples, from number `j` on. `rank` counts visible samples inclusively, so the index of number i is
+    the number of ranks ≤ i."""
     slot = j + tl.arange(0, ROWS)[:, None]
     here = slot < count
     return here, tl.where(here, tl.sum((rank[None, :] <= slot).to(tl.int32), 1, keep_dims=True), 0)
@@ -38,8 +39,9 @@ def pick(rank, j, count, ROWS: tl.constexpr):
 
 @triton.jit
 def take(todo, point, y, x, locations, n0, H, W, CAMS: tl.constexpr, POINTS: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr):
-    """→ the points that are not in the cell of the first, and that cell's first corner; (−2, −2) if there is no point, in any level
-    that has pixels. The first point is read again and found where it was: ``along`` has the same bits for one as for many."""
+    """Remove the points in the cell of the first point → the other points, and the cell's first corner; (−2, −2) if there was no
+    point, in any level that has pixels. The first point is loaded again: ``along`` returns the same bits for one point as for many.
+    """
     first = tl.min(tl.where(todo, point, POINTS))
     v, u = fetch_location(locations, n0 + first * CAMS, first < POINTS, ACC)
     y0, _fy, _top, _bottom = along(v, H, OFFSET)
@@ -49,7 +51,7 @@ def take(todo, point, y, x, locations, n0, H, W, CAMS: tl.constexpr, POINTS: tl.
 
 @triton.jit
 def read(image, y, x, at, in_c, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
-    """The pixels of a cell as they are stored, zero where there is none."""
+    """The pixels of a cell as they are stored, zero where masked."""
     pixel, k00, k01, k10, k11 = corners_of(y, x, H, W, start, S, ROW, MASK, OFFSET)
     p = image + pixel * ROW + at
     v00, v01 = tl.load(p, mask=k00 & in_c, other=0), tl.load(p + ROW, mask=k01 & in_c, other=0)
@@ -59,7 +61,7 @@ def read(image, y, x, at, in_c, H, W, start, S, ROW: tl.constexpr, MASK: tl.cons
 
 @triton.jit
 def corners_of(y, x, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFSET: tl.constexpr):
-    """→ the row of a cell's first corner, and which corners there are."""
+    """→ the row of a cell's first corner, and masks of the corners that exist."""
     row = start + y * W + x
     top, bottom, left, right = below(y, H), below(y + 1, H), below(x, W), below(x + 1, W)
     k00, k01, k10, k11 = top & left, top & right, bottom & left, bottom & right
@@ -70,8 +72,8 @@ def corners_of(y, x, H, W, start, S, ROW: tl.constexpr, MASK: tl.constexpr, OFFS
 
 @triton.jit
 def products(go, pixels, PIECES: tl.constexpr, POINTS: tl.constexpr, SPAN: tl.constexpr, ACC: tl.constexpr):
-    """The products of a gradient with a cell's pixels by group, for all points: at the first corner, how they change along x and y,
-    and how the one changes along the other. Differences first, so that a constant stays constant."""
+    """Dot products of the gradient with a cell's pixels, by group, for all points: with the first corner, with the differences
+    along x and y, and with the mixed difference. Differences are taken first, so that they are exactly zero in a constant image."""
     v00, v01, v10, v11 = pixels[0].to(ACC), pixels[1].to(ACC), pixels[2].to(ACC), pixels[3].to(ACC)
     dx, dy = v01 - v00, v10 - v00
     value, dyx = tl.sum(go * v00, 1), tl.sum(go * (v11 - v10 - dx), 1)
@@ -82,22 +84,22 @@ def products(go, pixels, PIECES: tl.constexpr, POINTS: tl.constexpr, SPAN: tl.co
 
 @triton.jit
 def turns(i, N: tl.constexpr, SPAN: tl.constexpr):
-    """→ which of N things, and of which of SPAN groups, has place `i` of a tile: eight things of a group are neighbours, then come
-    as many of the next. Eight pieces of four float32 are a line of memory, so neighbours add to whole lines."""
+    """→ which of N items of which of SPAN groups is element `i` of a tile: eight items of a group, then eight of the next, and so
+    on. Eight pieces of four float32 fill a 128-byte line, so adjacent threads add to whole lines."""
     EIGHT: tl.constexpr = 8 if N > 8 else N
     return i % EIGHT + i // (EIGHT * SPAN) * EIGHT, i // EIGHT % SPAN
 
 
 @triton.jit
 def unrolled(x, N: tl.constexpr, SPAN: tl.constexpr):
-    """Such a tile as ``[eights, groups, things of eight]``."""
+    """A tile in this order as ``[eights, groups, items of eight]``."""
     EIGHT: tl.constexpr = 8 if N > 8 else N
     return x.reshape(N // EIGHT, SPAN, EIGHT)
 
 
 @triton.jit
 def spread(x, N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr):
-    """Sums over N things of each group, for each of M others."""
+    """Sum over the N items of each group, and repeat the sum for each of M other items."""
     EIGHT: tl.constexpr = 8 if M > 8 else M
     total = tl.sum(tl.sum(unrolled(x, N, SPAN), 0), 1)
     return tl.broadcast_to(total[None, :, None], [M // EIGHT, SPAN, EIGHT]).reshape(M * SPAN)
@@ -105,5 +107,5 @@ def spread(x, N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def over_groups(x, N: tl.constexpr, SPAN: tl.constexpr):
-    """Sums over groups, for each of N things."""
+    """Sum over groups, for each of N items."""
     return tl.sum(unrolled(x, N, SPAN), 1).reshape(N)

@@ -29,7 +29,7 @@ def check_options(mode: Any, padding_mode: Any, align_corners: Any) -> None:
 
 
 def _check_folded(input: Any, grid: Any, mode: Any, padding_mode: Any, align_corners: Any) -> None:
-    """What holds of every call, also of one whose batch torch.func has folded."""
+    """Checks of every call, including one whose batch torch.func has folded."""
     for argument, x in (("input", input), ("grid", grid)):
         if isinstance(x, Tensor):
             checks.dense("grid_sample", argument, x)
@@ -87,14 +87,14 @@ def grid_sample(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Images or volumes at the places that a grid names, as ``torch.nn.functional.grid_sample`` has it.
+    r"""Images or volumes sampled at the coordinates of a grid, as in ``torch.nn.functional.grid_sample``.
 
     $$\mathrm{out}_{bcp} = \sum_{k} w_k(\mathrm{grid}_{bp})\;\mathrm{input}_{bc,\,i_k(\mathrm{grid}_{bp})}$$
 
     Convention:
         Coordinates are (x, y) or (x, y, z). With ``align_corners=False`` −1 and 1 are the edges of the outer pixels,
         x = ((u + 1)·W − 1)/2; with True their centres, x = (u + 1)/2·(W − 1). ``"bilinear"`` is trilinear in a volume;
-        ``"nearest"`` takes halves to the even pixel; ``"bicubic"`` has a = −¾ and pads each of its 16 taps. Outside are zeros,
+        ``"nearest"`` rounds halves to the even pixel; ``"bicubic"`` has a = −¾ and pads each of its 16 taps. Outside are zeros,
         the border, or the image reflected at its edges. A sample with a non-finite coordinate gives zero and has a zero
         gradient, whatever the padding; so does one that is reflected from 2³⁰ pixels away. At the border the gradient of the
         grid is zero.
@@ -106,7 +106,7 @@ def grid_sample(
 
     Args:
         input: ``[B, C, H, W]`` or ``[B, C, D, H, W]``.
-        grid: ``[B, Ho, Wo, 2]`` or ``[B, Do, Ho, Wo, 3]``. One input serves many grids and one grid many inputs.
+        grid: ``[B, Ho, Wo, 2]`` or ``[B, Do, Ho, Wo, 3]``. One input may serve many grids, and one grid many inputs.
         mode: ``"bilinear"``, ``"nearest"``, ``"bicubic"`` (images only).
         padding_mode: ``"zeros"``, ``"border"``, ``"reflection"``.
         align_corners: Whether −1 and 1 are the centres of the outer pixels.

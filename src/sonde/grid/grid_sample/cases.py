@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._epipolar import cases as epipolar
 
-# name: sizes; the result has Q rows of D pixels, of a volume of depth Z it has K slices
+# name: sizes; the result has Q rows of D pixels, and K slices if the input is a volume of depth Z
 BENCH = {
     "random_64": dict(B=8, C=64, H=128, W=128, Q=128, D=128, layout="random"),
     "identity_rgb": dict(B=4, C=3, H=1080, W=1920, Q=1080, D=1920, layout="identity"),
@@ -50,7 +50,7 @@ SMALL = {
     "no_pixels": dict(_PLANE, H=0),
     "no_slices": dict(_VOLUME, Z=0, padding="reflection"),
 }
-# what must compile without spills, on all architectures or one: beside other operators' few channels, most taps, most axes
+# these must compile without spills, on one architecture or everywhere: the epipolar ones, few channels, most taps, most axes
 TARGETS = [
     *epipolar.TARGETS,
     dict(sizes=dict(B=1, C=3, H=8, W=8, Q=8, D=8, padding="border", corners=True), dtype="float32", everywhere=True),
@@ -81,11 +81,11 @@ def make(
     seed: int = 0,
     **_,
 ) -> tuple[Tensor, Tensor, str, str, bool]:
-    """Arguments of ``grid_sample``; `inputs` and `grids` are batches where they are not B.
+    """Arguments of ``grid_sample``; `inputs` and `grids` are batch sizes, B unless given.
 
     ``uniform``: anywhere in ±1.25. ``random``: in ±1. ``identity``: each pixel of the result is one of the input. ``flow`` and
-    ``lines``: that, moved smoothly. ``one_pixel``: all in one place. ``hostile``: uniform, mixed with coordinates that are huge,
-    non-finite or exactly on an edge.
+    ``lines``: the same, displaced smoothly. ``one_pixel``: all in one place. ``hostile``: uniform, mixed with coordinates that are
+    huge, non-finite or exactly on an edge.
     """
     g = torch.Generator(device).manual_seed(seed)
     size, points = ((H, W), (Q, D)) if Z is None else ((Z, H, W), (K, Q, D))

@@ -1,8 +1,9 @@
-"""``grid_sample`` on CPUs: taps of a block of samples first, then all channels.
+"""``grid_sample`` on CPUs: first the taps of a block of samples, then all channels.
 
-Contiguous images are read plane by plane, with single loads (a machine's gathers are no faster where they had to be mended);
-channels-last images pixel by pixel, sixteen channels at a time. Bilinear samples of planes, and of a few channels, have kernels of
-their own. A gradient of the input belongs to one thread per image and block of channels, so that no bit depends on threads.
+Contiguous images are read plane by plane, with scalar loads (gather instructions are no faster on CPUs with microcode fixes for
+them); channels-last images pixel by pixel, sixteen channels at a time. Bilinear samples of planes, and of a few channels, have
+kernels of their own. One thread sums the input's gradient of an image and block of channels, so that no bit depends on the number
+of threads.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from .cpu_taps import BLOCK, axis
 from .reference import joint_batch
 
 MODES, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
-TAPS = (2, 1, 4)  # of each mode, along an axis
-FEW_TERMS = 16  # of the products with each tap, of which a gradient is a small difference
+TAPS = (2, 1, 4)  # taps along an axis, for each mode
+FEW_TERMS = 16  # terms per block of the dot products with each tap: fewer, since a gradient is a small difference of them
 
 
 @by_threads
@@ -89,7 +90,7 @@ def _add_scatter(p: CpuPass, input: Tensor, how: Sequence, given: Sequence, poin
     kernel, results = bilinear_scatter if _bilinear(input, mode) else planes_scatter, (_flat(d_input, like), *_strides(like))
     if _last(input):
         kernel, results = pixels_scatter, (_pixels(d_input, like),)
-    own = spill_bytes(prod(n + 4 for n in input.shape[2:]) + 1)  # cells of taps, which reach two pixels beyond the image
+    own = spill_bytes(prod(n + 4 for n in input.shape[2:]) + 1)  # cells reach two pixels beyond the image, as taps do
     p.run(kernel, items, [width, *how, *given, points, *results], slices_per_thread=1, writes=["input"], scratch=own)
     return p.rounded(d_input, input.shape, input.dtype)
 
@@ -104,7 +105,7 @@ def _add_dots(
         p.call("torch.zero_", Tensor.zero_, [d_grid], writes=["grid"])
         return d_grid
     something = something and bool(input.numel())
-    d_grid = p.buffer("d_grid", shape, p.accumulator, fill=None if something and bilinear else 0)  # which that kernel fills
+    d_grid = p.buffer("d_grid", shape, p.accumulator, fill=None if something and bilinear else 0)  # the bilinear kernel writes all of it
     items, block = _blocks(B, P, input, mode, p.threads) if something else (0, 1)
     images, found = _images(p, "input", input), Array(d_grid, (B, P, dim))
     if _last(input):
@@ -114,7 +115,7 @@ def _add_dots(
     else:
         kernel, args = bilinear_dots if bilinear else planes_dots, [images, *_strides(input), *given]
     p.run(kernel, items, [block, *how, *args, points, found], writes=[] if shared else ["grid"])
-    if shared:  # by several results
+    if shared:  # several results share a grid
 
         def total(x: Tensor) -> Tensor:
             return x.view(grid.shape[0], -1 if grid.numel() else 0, *grid.shape[1:]).sum(1)
@@ -125,12 +126,12 @@ def _add_dots(
 
 
 def _bilinear(input: Tensor, mode: str) -> bool:
-    """Whether lanes are samples: they find pixels by 32 bits, two at a time."""
+    """Whether SIMD lanes hold samples: they load two pixels at a time, at 32-bit offsets."""
     return mode == "bilinear" and input.ndim == 4 and 2 <= prod(input.shape[2:]) < 2**31 and not _last(input)
 
 
 def _last(input: Tensor) -> bool:
-    """Whether kernels go through channels: where they are neighbours, and enough of them to fill a vector."""
+    """Whether SIMD lanes hold channels: these must be contiguous, and fill more than half a vector."""
     return _is_channels_last(input) and input.shape[1] > LANES // 2
 
 
@@ -139,7 +140,7 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> tuple:
-    """What every kernel takes of sizes and options; the bilinear ones know how many axes and taps there are."""
+    """The sizes and options that every kernel takes; for the bilinear ones, the numbers of axes and taps are fixed."""
     B, size = joint_batch(input, grid), (1, *input.shape[2:])[-3:]
     groups, options = (B // max(1, input.shape[0]), B // max(1, grid.shape[0])), (PADDINGS.index(padding), align)
     if _bilinear(input, mode):
@@ -148,12 +149,12 @@ def _how(input: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> t
 
 
 def _points(input: Tensor, grid: Tensor) -> tuple[int, int, int]:
-    """How many results there are, samples of each, and coordinates of these."""
+    """The number of results, of samples per result, and of coordinates per sample."""
     return joint_batch(input, grid), prod(grid.shape[1:-1]), grid.shape[-1]
 
 
 def _images(p: CpuPass, name: str, input: Tensor) -> Array:
-    """An argument that is an image as the kernels for `input` see it: a copy where it is in neither layout."""
+    """An image argument in the layout that the kernels for `input` read; a copy if it has neither layout."""
     x = p.given[name]
     assert x is not None
     slot = p.dense(name, p.accumulator, _channels_to_end if _last(input) or _is_channels_last(x) else None)
@@ -173,12 +174,12 @@ def _flat(slot: str, like: Tensor) -> Array:
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """How far channels and pixels are apart."""
+    """The strides of channels and of pixels."""
     return (1, x.shape[1]) if _is_channels_last(x) else (prod(x.shape[2:]), 1)
 
 
 def _blocks(B: int, P: int, input: Tensor, mode: str, threads: int) -> tuple[int, int]:
-    """How many blocks of samples there are, all of one result each, and how large they are; no bit depends on it."""
+    """The number of blocks of samples, each within one result, and their size; no bit depends on it."""
     block = (
         FEW_BLOCK
         if _bilinear(input, mode) and input.shape[1] <= FEW
@@ -188,7 +189,7 @@ def _blocks(B: int, P: int, input: Tensor, mode: str, threads: int) -> tuple[int
 
 
 def _channels(input: Tensor, threads: int) -> tuple[int, int]:
-    """Into how many blocks images and channels are cut, and how many channels a block has; no bit depends on it."""
+    """The number of blocks of channels, over all images, and the channels of a block; no bit depends on it."""
     n, C, least = input.shape[0], input.shape[1], LANES if _last(input) else 1
     blocks = min(-(-2 * threads // n), -(-C // least))
     width = -(-C // (blocks * least)) * least
@@ -197,7 +198,7 @@ def _channels(input: Tensor, threads: int) -> tuple[int, int]:
 
 # ---- kernels ----------------------------------------------------------------------------------------------------------------
 #
-# C channels, Z·H·W pixels; `inputs` results share an input and `grids` a grid; `taps` along each of `dim` axes
+# C channels, Z·H·W pixels; `inputs` results share an input, `grids` results share a grid; `taps` along each of `dim` axes
 
 
 @jit
@@ -210,7 +211,7 @@ def planes_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad
         b, p = n // blocks, n % blocks * block
         m = min(block, P - p)
         _locate(points, b // grids, p, m, Z, H, W, dim, taps, pad, align, index, weight, slope, lines, cell)
-        for c in range(C):  # plane by plane: it stays in the cache
+        for c in range(C):  # plane by plane, so that a plane stays in the cache
             source, target = b // inputs * C * size + c * ic, b * C * P + c * oc + p * op
             for i in range(m):
                 out[target + i * op] = weight[0, i] * images[source + index[0, i] * ip] if index[0, i] >= 0 else zero
@@ -252,7 +253,7 @@ def planes_dots(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, a
 
 @jit
 def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad, align, grad, gc, gp, points, d_images, ic, ip):
-    """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
+    """The gradient of images in blocks of `width` channels, always summed over results, samples and taps in this order."""
     P, K, blocks, size = points.shape[1], taps**dim, -(-C // width), Z * H * W
     index, weight, slope, lines, cell = _scratch(BLOCK, dim, taps, 0, 1, points)
     keys, most = np.empty(BLOCK, np.int32), block_hits(K)
@@ -281,7 +282,7 @@ def planes_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
 
 @array_part
 def _one_by_one(m, low, high, target, source, gc, gp, ic, ip, most, index, weight, keys, grad, d_images, spill):
-    """What samples add to their pixels, in all channels, where some cell's block becomes full."""
+    """Add samples to their pixels one by one, in all channels, because some cell's block becomes full on the way."""
     K = index.shape[0]
     for i in range(m):
         for k in range(K):
@@ -296,7 +297,7 @@ def _one_by_one(m, low, high, target, source, gc, gp, ic, ip, most, index, weigh
 
 @jit
 def pixels_forward(start, stop, block, C, Z, H, W, inputs, grids, dim, taps, pad, align, images, points, out):
-    """The same of images [B/inputs·pixels, C] → out [B·P, C]."""
+    """The same for channels-last images [B/inputs·pixels, C] → out [B·P, C]."""
     P, K = points.shape[1], taps**dim
     blocks = -(-P // block)
     index, weight, slope, lines, cell = _scratch(block, dim, taps, 0, 0, points)
@@ -385,7 +386,7 @@ def pixels_scatter(start, stop, width, C, Z, H, W, inputs, grids, dim, taps, pad
 
 @array_part
 def _scratch(room, dim, taps, slopes, count, points):
-    """Room for the taps of a block: which pixel (−1: none), its weight, the weight's derivatives; the same of each axis; and, if
+    """Buffers for the taps of a block: pixel index (−1: none), weight, derivatives of the weight; the same for each axis; and, if
     samples are counted, the cells along each axis."""
     real, K = points.dtype, taps**dim
     return (
@@ -399,13 +400,13 @@ def _scratch(room, dim, taps, slopes, count, points):
 
 @part
 def _cells(Z, H, W, dim):
-    """How many there are, with one for samples that see nothing; taps reach two pixels beyond the image."""
+    """The number of cells, with one more for samples that see nothing; taps reach two pixels beyond the image."""
     return (Z + 4 if dim == 3 else 1) * (H + 4) * (W + 4) + 1
 
 
 @part
 def _number(m, Z, H, W, dim, taps, index, cell, keys):
-    """The numbers of samples' cells; the last is that of those that see nothing."""
+    """Number the samples' cells; the last number is for samples that see nothing."""
     last = _cells(Z, H, W, dim) - 1
     for i in range(m):
         if taps == 1:

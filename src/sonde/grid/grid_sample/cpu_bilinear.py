@@ -1,7 +1,7 @@
-"""Bilinear ``grid_sample`` of images on CPUs: where samples are is found for sixteen at a time, a lane for each.
+"""Bilinear ``grid_sample`` of images on CPUs: sixteen samples are located at a time, one per SIMD lane.
 
-Planes are read in the same lanes, and neighbours along a row are one load. A few channels that are neighbours are read sample by
-sample, four at a time. Indices that kernels compute are unsigned: of others Numba asks whether they count from the end.
+Planes are read in the same lanes, and two neighbours along a row by one load. A few contiguous channels are read sample by sample,
+four channels at a time. Indices computed in kernels are unsigned: for signed ones, Numba checks whether they count from the end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .._scatter.cpu_sums import BLOCK as TERMS
 from .._scatter.cpu_sums import COUNTED, FULL, add_spilled_planes, block_full, clear, flush_planes, hash16, new_spill
 from .cpu_taps import BLOCK, place
 
-FEW = 8  # channels, at most
-FEW_BLOCK = 128  # samples of a few channels whose places are found, and whose pixels are sent for, before the first is read
+FEW = 8  # at most this many channels count as few
+FEW_BLOCK = 128  # with few channels: samples that are located, and whose pixels are prefetched, before the first is read
 
 
 @jit
@@ -47,7 +47,7 @@ def bilinear_forward(start, stop, block, C, H, W, inputs, grids, pad, align, ima
         _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
         if C <= FEW:
             _send_for(line, first, C, ic, ip, W, m, at)
-        for c in range(C):  # first: planes often lie a whole number of pages apart, and a load waits for a store a page away
+        for c in range(C):  # outermost: planes are often whole pages apart, and a load waits for a store one page away
             for i in range(0, m, LANES):
                 u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
                 c00, c01, c10, c11 = _corners(images, first + c * size, size, W, j, has, everywhere(has == 15))
@@ -74,7 +74,7 @@ def bilinear_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images
             store(zero, cells, 5, i)
         whole[:] = 0
         for c in range(C):
-            if gp > 1:  # channels are neighbours
+            if gp > 1:  # channels are contiguous
                 source = np.uint64(b * C * P + c * gc + p * gp)
                 for i in range(m):
                     turned[0, i] = grad[source + np.uint64(i * gp)]
@@ -82,7 +82,7 @@ def bilinear_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images
                 u, v, j, has = load(cells, 0, i, block), load(cells, 1, i, block), load(at, 0, i, block), load(at, 1, i, block)
                 c00, c01, c10, c11 = _corners(images, first + c * size, size, W, j, has, everywhere(has == 15))
                 g = load(turned, 0, i, m) if gp > 1 else load(rows, b * C + c, p + i, P)
-                g = where(has == 0, 0, g)  # of what is absent it may be anything
+                g = where(has == 0, 0, g)  # a sample that sees nothing may have any gradient, even NaN
                 d_x, d_y = fma(one - v, c01 - c00, v * (c11 - c10)), fma(one - u, c10 - c00, u * (c11 - c01))
                 store(fma(g, d_x, load(cells, 4, i, block)), cells, 4, i)
                 store(fma(g, d_y, load(cells, 5, i, block)), cells, 5, i)
@@ -96,7 +96,7 @@ def bilinear_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images
 
 @jit
 def bilinear_scatter(start, stop, width, C, H, W, inputs, grids, pad, align, grad, gc, gp, points, d_images, ic, ip):
-    """The gradient of images in blocks of `width` channels, summed over results, samples and taps in this order always."""
+    """The gradient of images in blocks of `width` channels, always summed over results, samples and taps in this order."""
     block = FEW_BLOCK if C <= FEW else BLOCK
     P, blocks, size, (cells, at) = points.shape[1], -(-C // width), H * W, _room(points, block)
     flat, line, us, vs = _flat(points), d_images.reshape(1, d_images.size), cells[0], cells[1]
@@ -121,30 +121,30 @@ def bilinear_scatter(start, stop, width, C, H, W, inputs, grids, pad, align, gra
 
 @part
 def _four(place, W):
-    """Four neighbouring cells are counted together, which fits into the cache. Each of them is flushed as often as its share of the
-    samples asks for. The first cell begins a row and a pixel before the first pixel."""
+    """The counter of a cell. Four neighbouring cells share one, so that the counters fit into the cache; each cell is still flushed
+    as often as its share of the samples requires. The first cell starts one row and one pixel before the first pixel."""
     return np.uint64((place + W + 1) >> 2)
 
 
 @part
 def _crowded(p, m, W, at, spill):
-    """Count some of the samples. If that fills a cell's block, do not, and say so: they go one by one."""
+    """Count one in COUNTED samples. If that would fill a cell's block, undo it and return True: the caller adds them one by one."""
     hits, seen = spill[0], np.uint8(0)
-    for step in (1, 255):  # which takes it back
+    for step in (1, 255):  # adding 255 undoes the count
         for first in range(0, m, COUNTED):
             i = first + hash16(p + first)
             if i < m and at[1, i]:
                 cell = _four(at[0, i], W)
                 hits[cell] = np.uint8(hits[cell] + np.uint8(step))
                 seen |= hits[cell]
-        if not seen & np.uint8(FULL):  # a count may come round to zero, but not without this bit on its way
+        if not seen & np.uint8(FULL):  # a count may wrap around to zero, but only after this bit was set
             return False
     return True
 
 
 @called_part
 def _all_at_once(m, low, high, target, source, gc, gp, ic, ip, W, whole, us, vs, at, grad, d_images):
-    """What samples add to their pixels, channel by channel; whether they have all their pixels is asked once."""
+    """Add samples to their pixels, channel by channel; `whole`: all pixels of all samples exist, so none needs a test."""
     places, bits, one = at[0], at[1], us.dtype.type(1)
     step, right, below = np.uint64(gp), np.uint64(ip), np.uint64(W * ip)
     for c in range(low, high):
@@ -177,7 +177,7 @@ def _all_at_once(m, low, high, target, source, gc, gp, ic, ip, W, whole, us, vs,
 
 @called_part
 def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, grad, d_images, spill):
-    """What samples add to their pixels, in all channels, where some cell's block becomes full."""
+    """Add samples to their pixels one by one, in all channels, because some cell's block becomes full on the way."""
     places, bits, one, counted = at[0], at[1], us.dtype.type(1), 0
     for i in range(m):
         if i % COUNTED == 0:
@@ -202,7 +202,7 @@ def _one_by_one(p, m, low, high, target, source, gc, gp, ic, ip, W, us, vs, at, 
 
 @jit
 def few_forward(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic, ip, points, out):
-    """The same of images and out whose channels are neighbours."""
+    """The same for a few channels that are contiguous, in images and out."""
     P, one, (cells, at), weight = (
         points.shape[1],
         spread(points.dtype.type(1)),
@@ -240,7 +240,7 @@ def few_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic,
         m, first, row = min(block, P - p), b // inputs * H * W, b * P + p if gc == 1 else 0
         _locate(flat, b // grids, p, m, H, W, pad, align, cells, at)
         _send_for(line, first * C, 1, ic, ip, W, m, at)
-        if gc > 1:  # planes, turned
+        if gc > 1:  # transpose planes
             for c in range(C):
                 source = np.uint64(b * C * P + c * gc + p)
                 for i in range(m):
@@ -249,7 +249,7 @@ def few_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic,
             u, v, bits, d_x, d_y = cells[0, i], cells[1, i], at[1, i], zero, zero
             for c in range(0, C, 4):
                 c00, c01, c10, c11 = _pixels(pixels, first + at[0, i], W, c, C, bits)
-                g = load_four(given, row + i, c, C if bits else 0)  # of what is absent it may be anything
+                g = load_four(given, row + i, c, C if bits else 0)  # a sample that sees nothing may have any gradient, even NaN
                 d_x += total(g * fma(one - v, c01 - c00, v * (c11 - c10)))
                 d_y += total(g * fma(one - u, c10 - c00, u * (c11 - c01)))
             cells[4, i], cells[5, i] = d_x, d_y
@@ -258,21 +258,21 @@ def few_dots(start, stop, block, C, H, W, inputs, grids, pad, align, images, ic,
 
 @array_part
 def _flat(points):
-    """x and y in turn, a row for each batch."""
+    """Alternating x and y, one row per batch entry."""
     return points.reshape(points.shape[0], 2 * points.shape[1])
 
 
 @array_part
 def _room(points, block):
-    """For a block of samples: how far into its cell each is, how that changes with its coordinates, and their gradient; the cell's
-    first pixel, and which of its four there are."""
+    """Buffers for a block of samples: position in the cell, its derivatives by the coordinates, and the coordinates' gradient; the
+    cell's first pixel, and which of its four pixels exist, as bits."""
     return np.empty((6, block), points.dtype), np.empty((2, block), np.int32)
 
 
 @exact_part
 def _locate(flat, b, p, m, H, W, pad, align, cells, at):
-    """Fill all but the gradient for samples from `p` on, and say whether they have all their pixels. Bits 1, 2, 4 and 8 stand for
-    these, from the first to the last. Lanes after the last sample are those of one in the middle."""
+    """Fill all buffers but the gradient, for samples from `p` on; returns whether all their pixels exist. Bits 1, 2, 4 and 8 stand
+    for the four pixels, from the first to the last. Lanes beyond the last sample read as (0, 0), the middle of the image."""
     end, lacking = flat.shape[1], 0
     for i in range(0, m, LANES):
         x, y = unzip(load(flat, b, 2 * (p + i), end), load(flat, b, 2 * (p + i) + LANES, end))
@@ -295,7 +295,7 @@ def _locate(flat, b, p, m, H, W, pad, align, cells, at):
 
 @part
 def _send_for(line, first, C, ic, ip, W, m, at):
-    """Begin to bring the pixels of every fourth sample here: in a sheared image no machine foresees them."""
+    """Prefetch the pixels of every fourth sample: in a sheared image, no hardware prefetcher predicts them."""
     for i in range(0, m, 4):
         for c in range(C):
             prefetch(line, 0, first + c * ic + at[0, i] * ip)
@@ -304,7 +304,7 @@ def _send_for(line, first, C, ic, ip, W, m, at):
 
 @exact_part
 def _corners(images, first, size, W, at, has, whole):
-    """The four pixels of each cell, zero where there is none."""
+    """The four pixels of each cell, zero where one is absent."""
     if whole:
         c00, c01 = pairs(images, first, at)
         c10, c11 = pairs(images, first + W, at)
@@ -316,7 +316,7 @@ def _corners(images, first, size, W, at, has, whole):
 
 @exact_part
 def _edge(images, first, size, at, left, right):
-    """Two neighbours of which there may be one or none. Those before the first pixel and after the last are not read."""
+    """Two neighbours, one or both of which may be absent. Nothing before the first pixel or after the last one is read."""
     near = where(at < 0, 0, where(at > size - 2, size - 2, at))
     a, b = pairs(images, first, near)
     return where(left, where(at > near, b, a), 0), where(right, where(at < near, a, b), 0)
@@ -324,7 +324,7 @@ def _edge(images, first, size, at, left, right):
 
 @exact_part
 def _pixels(pixels, first, W, c, C, bits):
-    """Channels from `c` on of the four pixels of a cell, zero where there is none."""
+    """Channels from `c` on of the four pixels of a cell, zero where one is absent."""
     if bits == 15:
         c00, c01 = load_four(pixels, first, c, C), load_four(pixels, first + 1, c, C)
         c10, c11 = load_four(pixels, first + W, c, C), load_four(pixels, first + W + 1, c, C)
@@ -336,7 +336,7 @@ def _pixels(pixels, first, W, c, C, bits):
 
 @part
 def _hand_over(d_flat, b, p, m, cells):
-    """Gradients of samples from `p` on, x and y in turn."""
+    """Store the gradients of samples from `p` on, alternating x and y."""
     end, block = d_flat.shape[1], cells.shape[1]
     for i in range(0, m, LANES):
         d_x, d_y = load(cells, 4, i, block) * load(cells, 2, i, block), load(cells, 5, i, block) * load(cells, 3, i, block)

@@ -1,4 +1,4 @@
-"""Where samples are along an axis, on CPUs: which pixels they read, how much of each, and how that changes."""
+"""Samples along one axis, on CPUs: which pixels they read, with which weights, and the derivatives of the weights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 from ...op.cpu import exact_part, part
 from ...op.simd import LANES, cast, floor, intrinsic, load, magnitude, store, where
 
-BLOCK = 1024  # samples in work at one time: large enough that a plane is read once, small enough for the cache
+BLOCK = 1024  # samples at a time: enough that a plane is read once, few enough for the cache
 FAR = 2.0**30
 
 
 @exact_part
 def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate, cell):
-    """The taps along axis `d`, and the cell if that is asked for. Every loop is simple enough to be vectorised, every operation is
-    rounded as in the reference."""
+    """The taps along axis `d`, and the cell if `cell` is not empty. Every loop is simple enough to be vectorised, and every
+    operation is rounded as in the reference."""
     real = points.dtype.type
     first = d * taps
     positions(points, b, p, m, d, size, taps, pad, align, part_of[first], rate[first])
@@ -53,7 +53,7 @@ def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate, cell):
 
 @exact_part
 def positions(points, b, p, m, d, size, taps, pad, align, x, slope):
-    """Where samples are on an axis of pixels, and d position / d u; the last lanes of both may be of nobody."""
+    """The positions of samples on an axis of pixels, and d position / d u; the last lanes of both may belong to no sample."""
     xs, slopes = x.reshape(1, x.shape[0]), slope.reshape(1, x.shape[0])
     for i in range(m):
         x[i] = points[b, p + i, d]
@@ -65,7 +65,7 @@ def positions(points, b, p, m, d, size, taps, pad, align, x, slope):
 
 @exact_part
 def place(u, size, taps, pad, align):
-    """Where coordinates are on an axis of pixels, −16 for those that see none, and d position / d u."""
+    """The positions of coordinates on an axis of pixels, −16 for those that see none, and d position / d u."""
     nothing = where(u < u, u, 0)
     n = nothing + size
     x = (u + 1) * 0.5 * (n - 1) if align else ((u + 1) * n - 1) * 0.5
@@ -90,7 +90,7 @@ def place(u, size, taps, pad, align):
         if taps < 4:
             slope = where((x > lowest) & (x < highest), slope, 0)
             x = where(x > lowest, x, lowest)
-        else:  # at −1 the last tap is the second pixel; beyond, all of them are the first
+        else:  # at −1 the last tap is still the second pixel; below, all taps are the first pixel
             x = where(x < lowest, lowest - 1, x)
         x = where(live, where(x < highest, x, highest), -16)
     return where((x >= -2) & (x <= n + 1) & (n > 0), x, -16), slope
@@ -98,7 +98,7 @@ def place(u, size, taps, pad, align):
 
 @part
 def _fold(i, size, pad, align):
-    """The pixel that stands for tap `i`, −1 where there is none."""
+    """The pixel that tap `i` reads, −1 if none."""
     if i >= 0 and i < size:
         return i
     if pad == 0:

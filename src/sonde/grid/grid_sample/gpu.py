@@ -1,4 +1,4 @@
-"""Triton implementation of ``grid_sample``: what a pass does; kernels are in ``gpu_kernels``."""
+"""Triton implementation of ``grid_sample``: the steps of a pass; kernels are in ``gpu_kernels`` and ``gpu_gather``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def forward_pass(input: Tensor, grid: Tensor, mode: str, padding_mode: str, alig
     what = problem(
         input.shape, input.element_size(), _flat(grid), wide, options, out.flatten(2).stride(), of_input, int64=FORCE_INT64
     )
-    source = into_pixels(p, "input", input.shape) if through else "input"  # vectors instead of single numbers are worth a transpose
+    source = into_pixels(p, "input", input.shape) if through else "input"  # vector loads are worth a transpose
     result = p.buffer("out", out, input.dtype)
     p.launch(sample, what, [source, _points(p, grid), result], writes=["out"])
     return p.returns(result).returning_one()
@@ -52,11 +52,11 @@ def backward_pass(
     wants = [name for name, need in zip(("input", "grid"), needs) if need and not (name == "grid" and no_slope)]
     found: dict[str, str] = {}
 
-    through = "input" in wants and _through(input, grid)  # by way of pixels
+    through = "input" in wants and _through(input, grid)  # through padded pixels
     gather = None
     if deterministic and "input" in wants and mode != "bicubic" and (through or _in_rows(input)):
         gather = _gather_problem(grad, input, flat, options, wide, through)
-    together = [name for name in wants if name == "grid" or gather is None]  # by the kernel that has both gradients
+    together = [name for name in wants if name == "grid" or gather is None]  # by the kernel for both gradients
     if together:
         found |= _add_both(p, together, grad, input, grid, (of_grad, points), options, deterministic, through)
     if gather is not None:
@@ -71,7 +71,7 @@ def _add_both(
     p: Pass, wants: Sequence[str], grad: Tensor, input: Tensor, grid: Tensor, slots: tuple[str, str], options: Options,
     deterministic: bool, through: bool,
 ) -> dict[str, str]:  # fmt: skip
-    """Both gradients in one pass, that of the input by atomic additions: of integers if it is to be deterministic."""
+    """Both gradients in one pass; that of the input by atomic additions, of integers if it must be deterministic."""
     (of_grad, points), wide, B = slots, p.accumulator, joint_batch(input, grid)
     fixed = deterministic and "input" in wants  # sums in fixed point, so that their order does not matter
     dtype = torch.int64 if fixed else wide
@@ -85,7 +85,7 @@ def _add_both(
     what = problem(*known, of_input, of_sums, "grid" in wants, FORCE_INT64, ADD if fixed else FLOAT)
 
     source = sums = low = largest = d_grid = None
-    repeated = grid.shape[0] != B  # a grid that serves many inputs has the sum of their gradients
+    repeated = grid.shape[0] != B  # a grid that serves many inputs gets the sum of their gradients
     if "grid" in wants:
         source = into_pixels(p, "input", input.shape) if through else "input"
         d_grid = p.buffer("d_grid", (B, *grid.shape[1:]), wide if repeated else grid.dtype)
@@ -134,7 +134,7 @@ def _add_total(p: Pass, d_grid: str, grid: Tensor, B: int) -> str:
 
 
 def _add_gather(p: Pass, what: gathers.Problem, grad: Tensor, input: Tensor, slots: tuple[str, str], through: bool) -> str:
-    """The gradient of the input, each pixel of which adds up its samples in order."""
+    """The gradient of the input by a gather: each pixel adds up its samples in order."""
     rows, points = slots
     if not _has_rows(grad):
         if rows == "grad" and not grad.is_contiguous():
@@ -155,14 +155,14 @@ def _points(p: Pass, grid: Tensor) -> str:
 
 
 def _in_rows(input: Tensor) -> bool:
-    """Whether channels are neighbours, and many: few are added faster as integers."""
+    """Whether channels are contiguous and many; few are summed faster as integers."""
     return input.shape[1] >= 16 and memory_format(input, True) != torch.contiguous_format
 
 
 def _gather_problem(
     grad: Tensor, input: Tensor, flat: Tensor, options: Options, wide: torch.dtype, through: bool
 ) -> gathers.Problem | None:
-    """Of a sum in a fixed order, if 32 bits count its samples and cells."""
+    """The problem of a sum in a fixed order; None if there are too many samples or cells for 32 bits."""
     (n, C, *size), (grids, points, dim) = input.shape, flat.shape
     of_out, mode = outline_of(grad).flatten(2).stride(), MODES.index(options[0])
     row = of_out[2] if _has_rows(grad) else pixel_stride(C, grad.element_size())
@@ -184,7 +184,7 @@ def _through(input: Tensor, grid: Tensor) -> bool:
 
 
 def _summed_in(input: Tensor) -> torch.memory_format:
-    """The layout that its gradient is summed in, if not by way of pixels: few channels are added plane by plane."""
+    """The layout in which its gradient is summed, unless through padded pixels: few channels are added plane by plane."""
     return torch.contiguous_format if input.shape[1] < 4 else memory_format(input, True)
 
 
@@ -194,7 +194,7 @@ def _flat(grid: Tensor) -> Tensor:
 
 
 def _collapses(x: Tensor) -> bool:
-    """Whether all dimensions between the first and the last are one in memory."""
+    """Whether the dimensions between the first and the last can be merged in memory."""
     kept = [(n, s) for n, s in zip(x.shape[1:-1], x.stride()[1:-1]) if n != 1]
     return not x.numel() or all(s == n * t for (_, s), (n, t) in pairwise(kept))
 
@@ -205,6 +205,6 @@ def _tall(shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def _pixel_strides(input: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
-    """Those of `input` if its memory were that of pixels."""
+    """The strides that `input` would have as padded pixels."""
     b, c, y, x = pixels_outline(_tall(input.shape), dtype).stride()
     return (b, c, *((input.shape[3] * y,) if input.ndim == 5 else ()), y, x)

@@ -1,12 +1,13 @@
-"""The gradient of images in a fixed order of additions: each pixel adds up the samples around it, in their order.
+"""The gradient of images with a fixed order of additions: each pixel adds up the samples around it, in their order.
 
-A cell is the square between pixels, or the cube. Samples are brought together by cell; a pixel looks into the cells that it is a
-corner of and adds, sample by sample, the row of channels of the result's gradient times the pixel's share in it. Of a cell with
-more than PIECE samples the rest is added up before, a piece at a time: a pixel that a million samples see has sixteen thousand
-terms left.
+A cell is the square, or the cube, between pixels. Samples are grouped by cell. A pixel visits the cells that it is a corner of and
+adds, sample by sample, the sample's row of the result's gradient times the pixel's weight. If a cell has more than PIECE samples,
+those after the first PIECE are summed beforehand, a piece at a time: a pixel that a million samples see has sixteen thousand terms
+left.
 
-The samples of one cell among BLOCK in succession are a run, and runs of a cell are a chain. Where in memory a cell has its samples
-and how its chain is linked differ from time to time; how many of them come before a sample, which is its place, does not.
+The samples of one cell among BLOCK consecutive samples form a run, and the runs of a cell form a linked list. Where a cell's
+samples are stored and how its list is linked may differ from call to call; a sample's place in its cell, the number of the cell's
+samples before it, does not.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .._device.long_sums import compensated, two_sum
 PIECE = 64
 BLOCK = 128  # samples per program
 BLOCK_CELLS = 1024
-TILE = 1024  # bytes that a warp adds up at a time, 32 of each thread
+TILE = 1024  # bytes that a warp sums at a time, 32 per thread
 
 
 class Problem(NamedTuple):
-    """Samples, ``[B, points]``, of which `group` in succession see one image; how rows of channels and the result are laid out."""
+    """Samples ``[B, points]``, where `group` consecutive rows see one image; and the layout of the tensors."""
 
     images: int
     group: int
@@ -46,10 +47,10 @@ class Problem(NamedTuple):
     padding: int
     align: bool
     wide: torch.dtype
-    grids: int  # of which each serves as many in succession
+    grids: int  # each serves equally many consecutive rows
     of_grid: tuple[int, ...]  # strides: b, point, coordinate
-    row: int  # from one row of channels to the next, in the result's gradient
-    stride: int  # from one pixel to the next, in what is written
+    row: int  # stride from one row of channels to the next, in the result's gradient
+    stride: int  # stride from one pixel to the next, in the output
 
     @property
     def samples(self) -> int:
@@ -66,7 +67,7 @@ class Problem(NamedTuple):
 
 
 def add_gather(p: Pass, n: Problem, grad: str, grid: str, out: str, writes: Sequence[str]) -> None:
-    """Steps that write the gradient of the images into `out`, every pixel of it; `grad` has a row of channels for each sample."""
+    """Steps that write the gradient of the images into every pixel of `out`; `grad` has a row of channels for each sample."""
     N, same = n.samples, Determinism.RUN_TO_RUN
     if not N:
         p.call("torch.zero_", Tensor.zero_, [out], writes=writes)
@@ -101,7 +102,7 @@ def position(
     grid, b, p, here, axis: tl.constexpr, N, G_B, G_P, G_D, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Along an axis: whether a sample sees any pixel, its cell, counted from the first that touches a pixel, its place there."""
+    """Along one axis: whether a sample sees any pixel; its cell, where 0 is the first that touches a pixel; its position in it."""
     u = coordinate(grid, b, p, here, axis, 1, G_B, G_P, G_D, ACC)
     live, first, t, _slope = along(u, N, TAPS, PAD, ALIGN, tl.int32)
     cell = first + (TAPS - 1)
@@ -113,7 +114,7 @@ def places(
     grid, i, here, P, Z, H, W, INPUT_GROUP, GRID_GROUP, G_B, G_P, G_D, DIM: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
     ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of samples `i`: whether they see any pixel, their cells, which 32 bits count, and places there."""
+    """For samples `i`: whether they see any pixel, their cells (32-bit numbers), and positions in them."""
     MORE: tl.constexpr = TAPS - 1
     b, p = i // P, (i % P).to(tl.int64)
     cell, there, t = b // INPUT_GROUP, here, ()
@@ -133,9 +134,9 @@ SIZES = ["N", "P", "Z", "H", "W", "INPUT_GROUP", "GRID_GROUP", "G_B", "G_P", "G_
 @triton.jit(do_not_specialize=SIZES)
 def _cell_runs(
     grid,  # [B / GRID_GROUP, P, DIM]
-    table,  # zeros: [2, CELLS], a run of each cell, if any, as one more than its first sample, and how many samples the cell has
-    ranks,  # [N], how many of its run are before a sample
-    links,  # [N], of each run's first sample: the next run of the cell, as above, and how many samples this one has
+    table,  # zeros; [2, CELLS]: the first run of each cell's list (its first sample + 1; 0: none), and the cell's number of samples
+    ranks,  # [N], how many samples of the same run come before a sample
+    links,  # [N], at each run's first sample: the next run of the list, in the same form, and this run's number of samples
     N,
     P,
     Z,
@@ -164,15 +165,15 @@ def _cell_runs(
     tl.store(ranks + i, rank, mask=there)
     leads = there & (rank == 0)
     tl.atomic_add(table + CELLS + cell, length, mask=leads, sem="relaxed")
-    # of any scope but the system's, an exchange does not compile for AMD in Triton 3.6 and 3.7 (triton-lang/triton#11019)
+    # with any scope but the system's, an exchange does not compile for AMD in Triton 3.6 and 3.7 (triton-lang/triton#11019)
     next = tl.atomic_xchg(table + cell, i + 1, mask=leads, sem="relaxed", scope="sys")
     tl.store(links + i, (next.to(tl.int64) << 32) + length, mask=leads)
 
 
 @triton.jit(do_not_specialize=["CELLS"])
 def _cell_rooms(
-    table,  # behind the runs and numbers of samples of all cells: how many there are in all so far
-    first,  # [CELLS], where the samples of each cell begin
+    table,  # the next element counts the samples that have been given a place so far
+    first,  # [CELLS], where each cell's samples begin
     CELLS,
     BLOCK: tl.constexpr,
 ):
@@ -185,12 +186,12 @@ def _cell_rooms(
 @triton.jit(do_not_specialize=SIZES)
 def _cell_order(
     grid,
-    table,  # behind all that: [N / PIECE], one more than the cell, of a piece that starts among so many samples, is not its first
+    table,  # then [N / PIECE]: for each PIECE places, cell + 1 of the piece that starts there, unless it is its cell's first
     first,
     ranks,
     links,
-    ids,  # [N], samples by cell, in their order there
-    shares,  # [N, DIM], where each is in its cell; None where that does not matter
+    ids,  # [N], samples sorted by cell, in their order within it
+    shares,  # [N, DIM], their positions in the cell; None if not needed
     N,
     P,
     Z,
@@ -217,7 +218,7 @@ def _cell_order(
     run = tl.load(table + cell, mask=there, other=0)
     while tl.max(run) > 0:
         link = tl.load(links + run - 1, mask=run > 0, other=0)
-        place += tl.where(run <= start, link.to(tl.int32), 0)  # a run of samples before these
+        place += tl.where(run <= start, link.to(tl.int32), 0)  # a run of earlier samples
         run = (link >> 32).to(tl.int32)
     at = (tl.load(first + cell, mask=there, other=0) + place).to(tl.int64)
     tl.store(ids + at, i, mask=there)
@@ -229,7 +230,7 @@ def _cell_order(
 
 @triton.jit
 def share(shares, q, here, corner: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
-    """What the pixel at this corner has of the sample at `q`."""
+    """The weight of the pixel at this corner in the sample at `q`."""
     w = tl.full(q.shape, 1, ACC)
     if TAPS > 1:
         at = shares + q.to(tl.int64) * DIM
@@ -258,7 +259,7 @@ def _crowd_sums(
     VECTOR: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The piece that starts among these PIECE samples, if there is one and it is not its cell's first: one at most is."""
+    """Sum the piece that starts among these PIECE places and is not its cell's first; there is at most one."""
     C, ROW = C // VECTOR * VECTOR, ROW // VECTOR * VECTOR
     slot = tl.program_id(0).to(tl.int64)
     cell = tl.load(table + CELLS + CELLS + 1 + slot) - 1

@@ -1,7 +1,7 @@
 """The kernels of ``grid_sample``, one for the value and one for both gradients.
 
-A program has a tile ``[pixels of the result, channels]``. Where channels are neighbours in memory a thread holds several of
-them (one 16-byte access); where pixels are, a thread has one pixel and goes through the channels. Strides are run-time values.
+A program has a tile ``[pixels of the result, channels]``. If channels are contiguous in memory, a thread holds several of them
+(one 16-byte access); if pixels are, a thread has one pixel and loops over the channels. Strides are run-time values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .._device.fixed_point import add, scaled
 from .._device.long_sums import MANY, compensated, two_sum, zeros
 from .gpu_configs import BATCH, SIZES, Problem, candidate_configs, fits, gradients_config, launch, launch_gradients, sample_config
 
-# ---- what must come out -----------------------------------------------------------------------------------------------------
+# ---- expected results, for the search ---------------------------------------------------------------------------------------
 
 
 def _parts(p: Problem, input: Tensor, grid: Tensor):
-    """The input as the reference wants it, and slices of the points with their grids, one for each result."""
+    """The input as the reference expects it, and slices of the points with their grids, one for each result."""
     size, taps = (p.Z, p.H, p.W)[-p.dim :], TAPS[p.mode] ** p.dim
     image = input.detach().reshape(p.inputs, p.C, *size).to(p.wide)
     grids = grid.detach().reshape(p.grids, p.points, p.dim).to(p.wide).repeat_interleave(p.B // max(1, p.grids), 0)
@@ -100,10 +100,10 @@ def _sample(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
-    LAST: tl.constexpr,  # channels of the input are neighbours
+    LAST: tl.constexpr,  # channels of the input are contiguous
     VECTOR: tl.constexpr,  # its other strides are multiples of this, and so is C
     OUT_LAST: tl.constexpr,
-    OUT_ROW: tl.constexpr,  # pixels of the result are neighbours
+    OUT_ROW: tl.constexpr,  # pixels of the result are contiguous
     OUT_VECTOR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -111,7 +111,7 @@ def _sample(
     TILES: tl.constexpr,
 ):
     if LAST:
-        C, I_B = C // VECTOR * VECTOR, I_B // VECTOR * VECTOR  # tells the compiler what it cannot know
+        C, I_B = C // VECTOR * VECTOR, I_B // VECTOR * VECTOR  # tells the compiler that they are multiples
         I_Z, I_Y, I_X = I_Z // VECTOR * VECTOR, I_Y // VECTOR * VECTOR, I_X // VECTOR * VECTOR
     if OUT_LAST:
         C = C // OUT_VECTOR * OUT_VECTOR
@@ -136,7 +136,7 @@ def _sample(
     start = tl.program_id(1).to(OFFSET) * CHUNK
     stop = tl.minimum(start + CHUNK, C)
     for c0 in range(start, stop, BLOCK_C * TILES):
-        totals = ()  # loads of all tiles first: none waits for a store
+        totals = ()  # load all tiles first, so that no load waits for a store
         for k in tl.static_range(TILES):
             c = c0 + k * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
             here = image + (c if LAST else c * I_C)
@@ -161,10 +161,10 @@ def _gradients(
     grad,  # [B, C, P]
     input,  # [B / INPUT_GROUP, C, Z, H, W]
     grid,  # [B / GRID_GROUP, P, DIM]
-    d_input,  # like the input; None where nobody asked
+    d_input,  # like the input; None if not needed
     d_grid,  # [B, P, DIM]
-    low,  # like d_input; the second half of sums in fixed point
-    largest,  # [B / INPUT_GROUP + 1], where sums are in fixed point
+    low,  # like d_input; the low half of sums in fixed point, if they have one
+    largest,  # [B / INPUT_GROUP + 1], if sums are in fixed point
     C,
     P,
     Z,
@@ -190,7 +190,7 @@ def _gradients(
     D_X,
     DIGITS,
     INPUTS,
-    STAGE: tl.constexpr,  # of sums in fixed point, 0 for others
+    STAGE: tl.constexpr,  # of a sum in fixed point; 0 for floats
     DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAD: tl.constexpr,
@@ -222,7 +222,7 @@ def _gradients(
     p = (tl.program_id(0) % blocks).to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     in_p = p < P
     if STAGE > 1:
-        odd = tl.load(largest + INPUTS) > 0  # else there is nothing to mark
+        odd = tl.load(largest + INPUTS) > 0  # otherwise there is nothing to mark
         in_p = in_p & odd
     WANTS: tl.constexpr = d_grid is not None
     ux = coordinate(grid, b, p, in_p, 0, GRID_GROUP, G_B, G_P, G_D, ACC)
@@ -243,12 +243,12 @@ def _gradients(
             most = tl.load(largest + b // INPUT_GROUP)
         if low is not None:
             low_image = low + (b // INPUT_GROUP) * D_B
-    # where pixels are neighbours in memory, so are most samples of a smooth grid: they add up before they are added
+    # if pixels are contiguous, adjacent samples of a smooth grid mostly share pixels: sum their terms before the atomic add
     MERGE: tl.constexpr = d_input is not None and not LAST and BLOCK_C == 1 and BLOCK_P >= 32 and TAPS == 2 and STAGE < 2
     if MERGE:
         live = any_of(kx) & any_of(ky) & any_of(kz)
         joined, taken = neighbours(live, zs[0], ys[0], xs[0], H, W, BLOCK_P)
-    dots = ()  # of the result's gradient and the pixels of each tap, channel by channel of the tile
+    dots = ()  # products of the result's gradient and each tap's pixels, one sum per channel of the tile
     if d_grid is not None:
         for _ in tl.static_range(SLICES * TAPS * TAPS):
             dots = dots + (tl.zeros([BLOCK_P, BLOCK_C], ACC),)
@@ -275,7 +275,7 @@ def _gradients(
                             there = (kz[z] & ky[y] & kx[x]) & in_c
                             at = image + (zs[z] * I_Z + ys[y] * I_Y + xs[x] * I_X) + (c if LAST else c * I_C)
                             if not LAST and BLOCK_C > 1:
-                                at = tl.max_contiguous(at, [BLOCK_P, 1])  # so that threads side by side have pixels side by side
+                                at = tl.max_contiguous(at, [BLOCK_P, 1])  # so that adjacent threads get adjacent pixels
                             v = tl.load(at, mask=there, other=0).to(ACC)
                             if LONG:
                                 more, less = two_sum(dots[(z * TAPS + y) * TAPS + x], lost[(z * TAPS + y) * TAPS + x], g * v)

@@ -10,11 +10,11 @@ from torch import Tensor
 from ...op.dtypes import accumulator
 from ...op.layout import memory_format
 
-A = -0.75  # of the cubic kernel, as every user of images has it
+A = -0.75  # of the cubic kernel, as in torch
 
 
 def joint_batch(*operands: Tensor) -> int:
-    """The batch of operands of which each repeats its rows, all equally often, until there are as many as of the others."""
+    """The batch size of the result: operands with fewer rows repeat each of them equally often."""
     sizes = [t.shape[0] for t in operands]
     return max(sizes) if all(sizes) else 0
 
@@ -30,7 +30,7 @@ def grid_sample(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align
         taps, far = _axis(u, size, mode, padding_mode, align_corners)
         live = live & ~far
         axes.append(taps)
-    # a tap outside reads a pixel of zeros that is appended, so that nothing is multiplied by zero to make it vanish
+    # a tap outside reads an appended zero pixel: masking by a weight of zero would turn infinities into NaN
     pixels = torch.cat([input.flatten(2).to(wide), input.new_zeros(n, C, 1, dtype=wide)], -1)
     out = pixels.new_zeros(())
     for chosen in product(*axes[::-1]):  # z, y, x
@@ -38,14 +38,14 @@ def grid_sample(input: Tensor, grid: Tensor, mode: str, padding_mode: str, align
         for (i, w), size in zip(chosen, sizes):
             inside = inside & (i >= 0) & (i < size)
             index, weight = index * size + i, weight * w
-        index = torch.where(inside, index, pixels.shape[-1] - 1).reshape(n, 1, -1 if n else 0)  # the grids of an image in a row
+        index = torch.where(inside, index, pixels.shape[-1] - 1).reshape(n, 1, -1 if n else 0)  # all grids of an image in one row
         value = pixels.gather(2, index.expand(-1, C, -1)).unflatten(2, (B // max(1, n), *points)).transpose(1, 2)
-        out = out + torch.where(inside[:, None], value.flatten(0, 1) * weight[:, None], 0)  # no gradient is multiplied by it either
+        out = out + torch.where(inside[:, None], value.flatten(0, 1) * weight[:, None], 0)  # masks the gradient, too
     return out.to(input.dtype).contiguous(memory_format=memory_format(input, True))
 
 
 def _axis(u: Tensor, size: int, mode: str, padding_mode: str, align_corners: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Along one axis, the taps (pixel, weight) of each sample, and which samples are too far to be told where they are."""
+    """Along one axis, the taps (pixel, weight) of each sample, and which samples are too far away to have any."""
     at = u.detach()
     x = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
     rate = torch.full_like(x, (size - 1) / 2 if align_corners else size / 2)  # d x / d u
@@ -53,7 +53,7 @@ def _axis(u: Tensor, size: int, mode: str, padding_mode: str, align_corners: boo
     if mode != "bicubic":
         x, rate, far = _pad(x, rate, size, padding_mode, align_corners)
     x, far = _within(x, size, far, mode, padding_mode)
-    if mode == "nearest":  # halves go to the even pixel; the gradient is zero whatever comes, and there
+    if mode == "nearest":  # halves round to the even pixel; the grid has a gradient, which is always zero
         return [(x.round().long(), 1 + torch.where(torch.zeros_like(far), u, 0))], far
     x0 = x.floor()
     # the rate is a factor, as in torch: where it is zero, at the border, an infinite gradient becomes NaN
@@ -65,7 +65,7 @@ def _axis(u: Tensor, size: int, mode: str, padding_mode: str, align_corners: boo
 
 
 def _pad(x: Tensor, rate: Tensor, size: int, padding_mode: str, align_corners: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Into the image, with a zero derivative where the coordinate meets the border."""
+    """Clamp or reflect positions into the image; the derivative is zero at the border."""
     far = torch.zeros_like(x, dtype=torch.bool)
     if padding_mode == "zeros":
         return x, rate, far
@@ -77,7 +77,7 @@ def _pad(x: Tensor, rate: Tensor, size: int, padding_mode: str, align_corners: b
         far = a >= 2**30
         a = torch.where(far, 0, a)
         whole = a.floor()
-        i = whole.long()  # the remainder by integers is exact
+        i = whole.long()  # an integer remainder is exact
         rest = (i % span).to(x) + (a - whole)
         back = i // span % 2 == 1
         x = torch.where(back, span - rest, rest) + low
@@ -87,7 +87,7 @@ def _pad(x: Tensor, rate: Tensor, size: int, padding_mode: str, align_corners: b
 
 
 def _within(x: Tensor, size: int, far: Tensor, mode: str, padding_mode: str) -> tuple[Tensor, Tensor]:
-    """Coordinates that fit an integer; what is beyond all taps sees nothing, or the border, whatever its distance."""
+    """Limit positions to what fits an integer; beyond all taps, a sample sees nothing, or the border, at any distance."""
     if padding_mode == "zeros" or mode != "bicubic":
         far = far | ~((x >= -3) & (x < size + 3))
     elif padding_mode == "reflection":
@@ -98,7 +98,7 @@ def _within(x: Tensor, size: int, far: Tensor, mode: str, padding_mode: str) -> 
 
 
 def _fold(i: Tensor, size: int, padding_mode: str, align_corners: bool) -> Tensor:
-    """The pixel that stands for tap `i`."""
+    """The pixel that tap `i` reads."""
     if padding_mode == "zeros" or size == 0:
         return i
     if padding_mode == "border":

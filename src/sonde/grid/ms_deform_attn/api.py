@@ -40,7 +40,7 @@ _ms_deform_attn = operator(
 
 
 def arguments(value: Any, spatial_shapes: Any, level_starts: Any, locations: Any, weights: Any, logits: Any) -> tuple:
-    """Of the schema, from those of the public function."""
+    """The schema's arguments from those of the public function."""
     if not isinstance(logits, bool):
         raise TypeError(f"{NAME}: logits must be True or False; got {logits!r}")
     sizes = weights.shape[3:4] if isinstance(weights, Tensor) and weights.ndim == 5 and not weights.is_nested else None
@@ -58,7 +58,7 @@ def ms_deform_attn(
     logits: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Multi-scale deformable attention: each query's head sums what it sees at a few places of a feature pyramid.
+    r"""Multi-scale deformable attention: each head of a query sums samples at a few places of a feature pyramid.
 
     $$\mathrm{out}_{bq,\,hD+c} = \sum_{l,p} \mathrm{weights}_{bqhlp}\;
       \mathrm{tap}(\mathrm{value}_{bhc}\text{ of level } l,\;\mathrm{locations}_{bqhlp})$$
@@ -66,12 +66,12 @@ def ms_deform_attn(
     Convention:
         Values are rows, level by level, pixel by pixel (row-major). Locations are (u, v) in [0, 1], v along the rows of pixels:
         x = u·W − ½, y = v·H − ½. A corner outside its level counts as zero, as in ``grid_sample``, and so does a
-        sample with a non-finite location, whatever its weight. With ``logits=True`` the weights are the softmax of what is given,
-        over all L·P samples of a query's head, those outside included.
+        sample with a non-finite location, whatever its weight. With ``logits=True``, a softmax over all L·P samples of a query's
+        head, including those outside, turns `weights` into weights.
 
-        Levels that the host knows (tuples, lists, CPU tensors) are checked. Tensors on a GPU are not looked into, so nothing
-        waits for the device: whatever they say, nothing outside the values is read. Under ``torch.compile`` tensors stay
-        tensors, tuples are sizes of the graph.
+        Levels known on the host (tuples, lists, CPU tensors) are checked. Those in GPU tensors are not, since that would wait for
+        the device; whatever they contain, nothing outside the values is read. Under ``torch.compile``, tensors remain inputs of
+        the graph, and tuples become its sizes.
 
         Value, locations and weights may differ in dtype and have any strides. Sums run in float32, or in float64 if an operand is
         float64. All three have gradients: the first derivative is fused, higher ones and forward mode go through the
@@ -81,11 +81,11 @@ def ms_deform_attn(
     Args:
         value: ``[B, S, h, D]`` with S the sum of H·W over all levels.
         spatial_shapes: Height and width of every level, ``[L, 2]``.
-        level_starts: The first row of every level, ``[L]``; None is the running sum of shapes that the host knows:
-            of no tensors on a GPU or under ``torch.compile``.
+        level_starts: The first row of every level, ``[L]``; None computes it from the shapes, which must then be known on the
+            host: not a tensor on a GPU or under ``torch.compile``.
         locations: Where each query's heads look, ``[B, Q, h, L, P, 2]``.
         weights: ``[B, Q, h, L, P]``.
-        logits: Whether `weights` are yet to go through the softmax.
+        logits: Whether `weights` are logits, to which the softmax is still to be applied.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 
     Returns:

@@ -81,10 +81,10 @@ def make(
     seed: int = 0,
     **_,
 ) -> tuple[Tensor, tuple, None, Tensor, Tensor, bool]:
-    """Arguments of ``ms_deform_attn``; `levels` are halves of H×W, or given.
+    """Arguments of ``ms_deform_attn``; `levels` are H×W halved again and again, or given.
 
-    ``pixels``: as in an encoder, each query is a pixel of a level and its heads look into eight directions around it, in
-    every level. ``boxes``: as in a decoder, they look into boxes of random sizes. Otherwise as ``_pyramid.cases.scattered`` has it.
+    ``pixels``: as in an encoder, each query is a pixel of a level and its heads look in eight directions around it, in every
+    level. ``boxes``: as in a decoder, they look into boxes of random sizes. For other layouts see ``_pyramid.cases.scattered``.
     """
     g = torch.Generator(device).manual_seed(seed)
     levels = levels or pyramid.halves(H, W, L)
@@ -115,7 +115,7 @@ def _pixels(levels: tuple, device: str) -> Tensor:
 
 
 def _around(centres: Tensor, shape: tuple, levels: tuple, g: torch.Generator) -> Tensor:
-    """Each head looks into a direction of its own, each point a pixel further, give or take half of one."""
+    """Each head looks in its own direction; each point is one pixel further along it, with noise of half a pixel."""
     _, _, heads, _, P = shape
     angle = torch.arange(heads, device=g.device) * (2 * math.pi / max(1, heads))
     ahead = torch.stack([angle.cos(), angle.sin()], -1)
@@ -126,7 +126,7 @@ def _around(centres: Tensor, shape: tuple, levels: tuple, g: torch.Generator) ->
 
 
 def eager(value: Tensor, spatial_shapes: tuple, level_starts: None, locations: Tensor, weights: Tensor, logits: bool) -> Tensor:
-    """What a user of plain PyTorch writes; the models' own fallback does."""
+    """What a user of plain PyTorch writes, and the models' own fallback."""
     (B, _, h, D), (Q, L, P) = value.shape, (weights.shape[1], *weights.shape[3:])
     wide = torch.promote_types(value.dtype, locations.dtype)
     weights = weights.to(wide)

@@ -1,4 +1,4 @@
-"""``ms_deform_attn`` on CPUs: the heads of queries are the units of ``_pyramid.cpu``, their points in the levels the places."""
+"""``ms_deform_attn`` on CPUs: the units of ``_pyramid.cpu`` are heads of queries, its places are their points in the levels."""
 
 from __future__ import annotations
 

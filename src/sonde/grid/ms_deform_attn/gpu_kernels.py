@@ -1,7 +1,7 @@
 """The kernels of ``ms_deform_attn``, one for the value and one for all gradients.
 
-A program has one head and a few queries. Levels and blocks of points take turns; neighbouring samples are points that one query has
-in one level, so that their locations are one access.
+A program has one head and a few queries, and loops over levels and blocks of points. Adjacent samples are points of one query in
+one level, so that their locations are loaded in one access.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = ["S", "Q", "BATCH"]
 @triton.jit(do_not_specialize=SIZES)
 def _attend(
     value,  # [B, S, h, D], pixels ROW apart
-    shapes,  # levels, as _pyramid.gpu_levels has them
+    shapes,  # levels, see _pyramid.gpu_levels
     starts,
     locations,  # [B, Q, h, L, P, 2]
     weights,  # [B, Q, h, L, P]
@@ -47,16 +47,16 @@ def _attend(
     BLOCK_Q: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # logits of a query that are summed together
+    BLOCK_S: tl.constexpr,  # logits of a query that are summed at a time
     TILES: tl.constexpr,
     UNROLL: tl.constexpr,
     REPEAT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Some tiles of channels, all samples in turn; a thread's sums stay in it until the end.
+    """Accumulate TILES channel tiles over all samples of BLOCK_Q queries; accumulators stay in registers.
 
-    Where samples lie and what their corners weigh is found by one thread for each, and then told to those that have their channels,
-    PARTS of the samples in turn: rows of a tile are the same query's in all parts.
+    One thread computes a sample's pixel position and corner weights, which are then broadcast to the threads that hold its
+    channels, one of PARTS parts of the samples at a time; a row of a tile belongs to the same query in every part.
     """
     SAMPLES: tl.constexpr = BLOCK_Q * BLOCK_P
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -73,11 +73,11 @@ def _attend(
     c0 = tl.program_id(1) * (TILES * BLOCK_C) if TILES * BLOCK_C < D else 0
     for _ in range(REPEAT):
         in_q = q0 + i // BLOCK_P < Q
-        first = ((b * Q + q0) * HEADS + h) * (L * P)  # sample of the block
+        first = ((b * Q + q0) * HEADS + h) * (L * P)  # the block's first sample
         row = (i // BLOCK_P).to(OFFSET) * (HEADS * L * P)
         if LOGITS:
             most, scale = normaliser(weights + first, q0, Q, HEADS, L * P, BLOCK_Q, BLOCK_P, BLOCK_S, ACC, OFFSET)
-        totals = ()  # of each tile; of pairs, those of the first and of the second
+        totals = ()  # one accumulator per channel tile; bfloat16 pairs have two, for even and odd channels
         for _t in tl.static_range(TILES * PAIR):
             totals = totals + (tl.zeros([SAMPLES // PARTS, WIDTH], ACC),)
         if LONG:
@@ -144,7 +144,7 @@ def _attend(
 
 @triton.jit
 def which(Q, HEADS: tl.constexpr, QUERIES: tl.constexpr):
-    """The image, head and first query of a program. Heads take turns, so that what is read at one time fits into the cache."""
+    """The image, head and first query of a program. Programs run head by head, so that what they read fits into the cache."""
     blocks = tl.cdiv(Q, QUERIES)
     i = tl.program_id(0)
     return (i // blocks // HEADS).to(tl.int64), i // blocks % HEADS, i % blocks * QUERIES
@@ -161,7 +161,7 @@ def normaliser(
     most = tl.full(row.shape, float("-inf"), ACC)
     total = tl.zeros(row.shape, ACC)
     LONG: tl.constexpr = N > MANY * BLOCK
-    if LONG:  # the largest first: sums that are rescaled again and again lose digits
+    if LONG:  # find the largest first: sums that are rescaled many times lose digits
         for s0 in range(0, N, BLOCK):
             s = s0 + tl.arange(0, BLOCK)[None, :]
             x = tl.load(weights + row + s, mask=in_q & (s < N), other=tl.where(in_q, float("-inf"), 0)).to(ACC)
@@ -191,7 +191,7 @@ def _attend_gradients(
     starts,
     locations,  # [B, Q, h, L, P, 2]
     weights,  # [B, Q, h, L, P]
-    d_value,  # [B, S, h, D]; None where nobody asked
+    d_value,  # [B, S, h, D]; None if not needed
     d_locations,
     d_weights,
     S,
@@ -211,14 +211,14 @@ def _attend_gradients(
     BLOCK_Q: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # no fewer than there are turns
+    BLOCK_S: tl.constexpr,  # at least the number of steps
     UNROLL: tl.constexpr,
     REPEAT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """All gradients in one pass over the samples, for each all channels. Samples are found by one thread each, as above.
+    """All gradients in one pass over the samples, with all channels of each; one thread locates each sample, as in ``_attend``.
 
-    Points of a block that meet at a pixel add to it once.
+    Points of a block that add to the same pixel are merged into one addition.
     """
     SAMPLES: tl.constexpr = BLOCK_Q * BLOCK_P
     ROWS: tl.constexpr = SAMPLES // PARTS
@@ -233,7 +233,7 @@ def _attend_gradients(
         d_image = d_value + b * S * (HEADS * D) + h * D
     i = tl.arange(0, SAMPLES)
     c = tl.arange(0, BLOCK_C)[None, :]
-    of_row = tl.arange(0, ROWS)[:, None] // (BLOCK_P // PARTS)  # the query
+    of_row = tl.arange(0, ROWS)[:, None] // (BLOCK_P // PARTS)  # the row's query
     for _ in range(REPEAT):
         in_q = q0 + i // BLOCK_P < Q
         first = ((b * Q + q0) * HEADS + h) * (L * P)
@@ -244,7 +244,7 @@ def _attend_gradients(
         if LOGITS:
             most, scale = normaliser(weights + first, q0, Q, HEADS, L * P, BLOCK_Q, BLOCK_P, BLOCK_S, ACC, OFFSET)
         if SOFT:
-            products = tl.zeros([SAMPLES, BLOCK_S], ACC)  # of grad and sample, turn by turn
+            products = tl.zeros([SAMPLES, BLOCK_S], ACC)  # dot products of grad and sample, one column per step
         for turn in tl.range(0, L * BLOCKS, loop_unroll_factor=UNROLL):
             lev, point = turn // BLOCKS, turn % BLOCKS * BLOCK_P + i % BLOCK_P
             sample, in_p = row + lev * P + point, in_q & (point < P)
@@ -260,7 +260,7 @@ def _attend_gradients(
             if d_value is not None:
                 t00, t01, t10, t11, a00, a01, a10, a11 = merged(v, u, w, H, W, BLOCK_P, OFFSET)
                 adds = packed(k00 & a00, k01 & a01, k10 & a10, k11 & a11)
-            d00, d01, d10, d11 = (), (), (), ()  # products of grad and each corner
+            d00, d01, d10, d11 = (), (), (), ()  # dot products of grad and each corner
             for j in tl.static_range(PARTS):
                 at = part(pixel, j, PARTS)
                 k00, k01, k10, k11 = unpacked(part(there, j, PARTS))

@@ -1,7 +1,7 @@
-"""Device code of samples that one thread finds for all threads that have channels of them.
+"""Device code for samples that one thread locates on behalf of all threads that hold their channels.
 
-What is known of a block of samples has one dimension. Tiles ``[samples, channels]`` have a part of the samples at a time: every
-second, fourth or eighth of them, so that rows of a tile are the same query's in all parts.
+Values per sample are one-dimensional. Tiles ``[samples, channels]`` hold one part of the samples at a time: every second, fourth or
+eighth one, so that a row of a tile belongs to the same query in every part.
 """
 
 import triton
@@ -12,20 +12,20 @@ from .._pyramid.gpu_levels import along, shares
 
 @triton.jit
 def fetch_together(locations, i, here, ACC: tl.constexpr):
-    """The coordinates (v, u) of locations, both by one access; outside of everything if not `here`."""
+    """Load the coordinates (v, u) of locations, both in one access; outside of every level if not `here`."""
     u, v = tl.split(tl.load(locations + 2 * i[:, None] + tl.arange(0, 2), mask=here[:, None], other=-1.0))
     return v.to(ACC), u.to(ACC)
 
 
 @triton.jit
 def repeated(x, TIMES: tl.constexpr):
-    """Each number of a column so many times."""
+    """Repeat each element of a column TIMES times."""
     return tl.reshape(tl.broadcast_to(x, [x.shape[0], TIMES]), [x.shape[0] * TIMES])
 
 
 @triton.jit
 def part(x, j: tl.constexpr, PARTS: tl.constexpr):
-    """A column of one in PARTS of `x`."""
+    """Part `j` of `x` as a column: every PARTS-th element."""
     if PARTS == 1:
         column = x[:, None]
     else:
@@ -36,7 +36,7 @@ def part(x, j: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def whole(columns, PARTS: tl.constexpr):
-    """What ``part`` has taken apart, of one number for each row."""
+    """The inverse of ``part``, from parts with one number per row."""
     if PARTS == 1:
         x = columns[0]
     else:
@@ -46,7 +46,7 @@ def whole(columns, PARTS: tl.constexpr):
 
 @triton.jit
 def packed(k00, k01, k10, k11):
-    """Four truths of each sample in one number."""
+    """Pack four masks of each sample into the bits of an integer."""
     return k00.to(tl.int32) + 2 * k01.to(tl.int32) + 4 * k10.to(tl.int32) + 8 * k11.to(tl.int32)
 
 
@@ -57,25 +57,26 @@ def unpacked(k):
 
 @triton.jit
 def merged(v, u, w, H, W, POINTS: tl.constexpr, OFFSET: tl.constexpr):
-    """→ what each corner of a sample's cell gets, and whether it is this sample that adds it.
+    """→ what to add to each corner of a sample's cell, and whether this sample is the one that adds it.
 
-    All points of a query add multiples of one row, its gradient. Of those that meet at a pixel the first adds for all: their shares
-    are summed, which are single numbers. POINTS neighbours are of one query and level; each looks at every other. Whether a pixel
-    is there is the same for all that have it; those that are absent have none that is.
+    All points of a query add multiples of one row, its gradient. If several have a pixel in common, the first adds for all of them:
+    their weights, which are single numbers, are summed. POINTS adjacent samples belong to one query and level; each is compared
+    with every other. A pixel exists for all samples that have it as a corner or for none; absent samples have no corner that
+    exists.
     """
     y, fy, _top, _bottom = along(v, H, OFFSET)
     x, fx, _left, _right = along(u, W, OFFSET)
     y, x = y.to(w.dtype), x.to(w.dtype)
     s00, s01, s10, s11 = shares(fy, fx)
     s00, s01, s10, s11 = w * s00, w * s01, w * s10, w * s11
-    n00 = tl.zeros_like(w)  # points before this one that have the corner; as numbers they need no predicate
+    n00 = tl.zeros_like(w)  # how many earlier points have the corner; numbers need no predicate registers
     n01, n10, n11 = n00, n00, n00
     i = tl.arange(0, w.shape[0])
     for step in tl.static_range(1, POINTS):
         j = i ^ step
         before = tl.where(j < i, 1.0, 0.0).to(w.dtype)
         dy, dx, other = tl.gather(y, j, 0) - y, tl.gather(x, j, 0) - x, tl.gather(w, j, 0)
-        py, px = dy + tl.gather(fy, j, 0), dx + tl.gather(fx, j, 0)  # where the other is, from this one's first corner
+        py, px = dy + tl.gather(fy, j, 0), dx + tl.gather(fx, j, 0)  # the other's position, relative to this one's first corner
         has_y0, has_y1, has_x0, has_x1 = tl.abs(dy + 0.5) < 1, tl.abs(dy - 0.5) < 1, tl.abs(dx + 0.5) < 1, tl.abs(dx - 0.5) < 1
         y0, y1 = other * (1 - tl.abs(py)), other * (1 - tl.abs(py - 1))
         x0, x1 = 1 - tl.abs(px), 1 - tl.abs(px - 1)
@@ -88,7 +89,7 @@ def merged(v, u, w, H, W, POINTS: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def low(pair):
-    """Of two bfloat16 in 32 bits the first, which takes one instruction; as a number of its own it takes two."""
+    """The first of two bfloat16 in 32 bits: one instruction, where a bfloat16 that was loaded alone takes two."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 

@@ -124,7 +124,7 @@ def sample_attention(
         depths: ``[B, Q, D]`` or ``[B, V, Q, D]``; needed where `num_octaves` > 0.
         num_octaves: Octaves of the positional encoding, which multiplies the last 2·num_octaves channels of the images.
         values: What is summed, ``[B, C_v, H, W]`` or ``[B, V, C_v, H, W]``; the first C' channels of `images` unless given.
-        scale: What logits are multiplied with; C'^−½ unless given.
+        scale: Factor of the logits; C'^−½ unless given.
         mask: False for samples that take no part, ``[B, Q, D]`` or ``[B, V, Q, D]``.
         impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 

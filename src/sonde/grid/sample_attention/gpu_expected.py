@@ -1,4 +1,4 @@
-"""What the kernels of ``sample_attention`` must write, in plain PyTorch: a search compares its candidates with it."""
+"""Expected results of the kernels of ``sample_attention``, in plain PyTorch, with which a search compares its candidates."""
 
 from __future__ import annotations
 

@@ -48,13 +48,13 @@ def sample_dot(
     with tap_c = tap(images_{bc}, samples_{bqd}), C' = C − 2·num_octaves, t = 2^f·depths_{bqd} and r_f = t − round(t).
 
     Convention:
-        Coordinates are (x, y) in [−1, 1] with ``align_corners=False``: x = ((u + 1)·W − 1)/2. A corner outside the image
-        counts as zero; a sample that sees no pixel, or has a non-finite coordinate, gives exactly 0. The last
-        2·num_octaves channels of the images meet the positional encoding of the depth (octave-major, sine then cosine),
-        the same for every head. Images may be contiguous or channels-last (never copied); operands may differ in dtype.
-        Sums run in float32, or in float64 if any operand is float64. All four tensors have gradients: the first
-        derivative is fused, higher ones and forward mode go through the reference. The forward pass is deterministic;
-        the gradient of the images is under ``torch.use_deterministic_algorithms(True)`` and always on CPUs.
+        Coordinates are (x, y) in [−1, 1] with ``align_corners=False``: x = ((u + 1)·W − 1)/2. A corner outside the image counts as
+        zero; a sample that sees no pixel, or has a non-finite coordinate, gives exactly 0. The last 2·num_octaves channels of the
+        images are multiplied by the positional encoding of the depth (octave-major, sine then cosine), the same for every head.
+        Images may be contiguous or channels-last (never copied); operands may differ in dtype. Sums run in float32, or in float64
+        if any operand is float64. All four tensors have gradients: the first derivative is fused, higher ones and forward mode go
+        through the reference. The forward pass is deterministic; the gradient of the images is under
+        ``torch.use_deterministic_algorithms(True)`` and always on CPUs.
 
     Args:
         images: ``[B, C, H, W]``.

@@ -14,8 +14,8 @@ from .index.api import PointIndex, build
 
 Batch = tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 
-FEW = 64  # up to so many points, each pass on a CPU builds its own tree
-PAIRS, MANY = 5 * 10**7, 8192  # up to so many pairs and points, a GPU compares all queries with all points
+FEW = 64  # with at most this many points, each pass on a CPU builds its own tree
+PAIRS, MANY = 5 * 10**7, 8192  # with at most this many pairs and points, a GPU compares all queries with all points
 
 INDEX = "Tensor? order, Tensor? sorted, Tensor? boxes, Tensor? qorder, Tensor? qsorted, Tensor? qboxes"
 OFFSETS = "Tensor? query_offsets, Tensor? point_offsets"

@@ -52,8 +52,8 @@ def coordinates(p: CpuPass, name: str) -> Array:
 
 
 def add_tree(p: CpuPass, points: str = "points", offsets: str = "point_offsets", given: bool = True) -> list[Any]:
-    """A tree's kernel arguments: points, order, boxes, segments, nodes. If `given`, from the caller's index, if there is one;
-    otherwise this pass builds it."""
+    """A tree's kernel arguments: points, order, boxes, segments, nodes. With `given`, the tree is the caller's index, if there is
+    one; otherwise this pass builds it."""
     x = p.given[points]
     assert x is not None
     B, N, D = x.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...op.cpu import array, exact_part, jit, part
 
 LEAF = 16  # most points of a leaf
-ORDERED = 4096  # from so many queries on, sorting them pays off
+ORDERED = 4096  # sorting pays off from this many queries on
 CELLS = 32  # queries are sorted into CELLS³ cells
 
 

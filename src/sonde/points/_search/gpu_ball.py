@@ -34,7 +34,7 @@ from .gpu_walk import (
 )  # fmt: skip
 from .index.gpu_kernels import LEAF
 
-LEAP = tl.constexpr(4.0)  # a point must be closer than the reference distance by so many σ to replace it
+LEAP = tl.constexpr(4.0)  # how many σ closer than the reference distance a point must be to replace it
 UNIT = tl.constexpr(2.0**-6)  # weights of features are scaled by a power of it: they sum to less than 1, so nothing overflows
 
 

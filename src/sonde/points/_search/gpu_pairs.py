@@ -22,7 +22,7 @@ from ...op.plan import Determinism
 from .gpu_walk import Config, add_term, block_of, rate_of, with_lost
 from .index.gpu_kernels import coordinates, sort_scratch
 
-CHUNK = 64  # pairs of a chunk; fewer than so many are left at each end of a run
+CHUNK = 64  # pairs per chunk; fewer than this are left at each end of a run
 BLOCK = 1024  # pairs per program of ``_runs``
 
 

@@ -46,7 +46,7 @@ def nodes_of(boxes: Tensor | None) -> int:
 
 @triton.jit
 def rate_of(sigma, b, W_HIGH, W_LOW, ACC: tl.constexpr):
-    """1/σ, clamped to a finite value so that 0 · rate stays 0; any gap between distances times that is out of exp's range."""
+    """1/σ, clamped to a finite value so that 0 · rate stays 0; any other gap times the largest rate is still beyond exp's range."""
     if sigma is not None:
         rate = 1.0 / tl.load(sigma + b).to(ACC)
     else:
@@ -140,7 +140,7 @@ def query_tile(queries, qorder, b, M, query_offsets, point_offsets, N, S, tile, 
 
 @triton.jit
 def meet(points, order, j, q, D: tl.constexpr):
-    """Queries of a tile and point j → differences along the axes, d², and the index of the point."""
+    """Compare the tile's queries with point j → differences along the axes, d², and the index of the point."""
     x, y, z, _begin, _end = q
     at = points + j.to(tl.int64) * D
     dx, dy, dz = x - tl.load(at), y, z

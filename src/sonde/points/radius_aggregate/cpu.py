@@ -24,7 +24,7 @@ from .._search.arguments import named
 from .._search.cpu_rows import BLOCK, add_block, dot, falls, finite, folded, times
 
 NAMES = ("queries", "points", "features", "sigma")
-LEAP = 4.0  # a point must be closer than the reference distance by so many σ to replace it
+LEAP = 4.0  # how many σ closer than the reference distance a point must be to replace it
 SHRINK = 2.0**-40  # scales weights after an overflow: then no sum of 2³¹ terms with weights up to exp(LEAP) overflows
 
 

@@ -12,7 +12,7 @@ from ...op.plan import Determinism
 
 
 def product(p: Pass, a: str, b: str, out: str, shape: tuple[int, int, int], dtype: torch.dtype, writes: str, turn: str = "") -> str:
-    """Record ``a @ b`` of two slots, where those named in `turn` are transposed first; returns the slot of the result."""
+    """Record ``a @ b`` of two slots, transposing those named in `turn` first; returns the result's slot."""
     wide = p.accumulator
 
     def run(x: Tensor, y: Tensor) -> Tensor:

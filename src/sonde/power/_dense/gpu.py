@@ -1,4 +1,4 @@
-"""Recording products: operands are slots with strides, and we determine what the compiler may assume of their memory."""
+"""Recording products: operands are slots with strides, and we work out what the compiler may assume about their memory."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def described_in_memory(x: Slab) -> bool:
 
 
 def matrix(p: Pass, slot: str) -> str:
-    """The only matrix of a batch, as it is in memory: transposed if its columns are contiguous."""
+    """The only matrix of a batch, as it lies in memory: transposed if its columns are contiguous."""
     return p.view(slot, slot, lambda t: t[0] if t.stride(-1) == 1 else t[0].mT)

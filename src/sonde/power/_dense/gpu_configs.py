@@ -12,7 +12,7 @@ Strides = tuple[int, int, int]  # of batch, row and column
 
 
 class Problem(NamedTuple):
-    """[B, M, K] @ [B, K, N]: what is computed, not how."""
+    """[B, M, K] @ [B, K, N]: what a launch computes; ``Config`` says how."""
 
     B: int
     M: int
@@ -21,12 +21,12 @@ class Problem(NamedTuple):
     a: Strides
     b: Strides
     units: tuple[int, ...]  # divisors of the strides of a and b, of M, N and K; 0 stands for a stride of 1
-    common: torch.dtype  # tiles are multiplied in it
-    wide: torch.dtype  # products are added in it
+    common: torch.dtype  # of the tiles, as they are multiplied
+    wide: torch.dtype  # of the accumulator
     precision: str
     far: bool  # offsets need 64 bits
     turned: tuple[bool, bool]  # operands whose columns are contiguous and rows are not
-    described: bool  # they can be read through descriptors
+    described: bool  # both operands can be read through descriptors
 
 
 class Config(NamedTuple):
@@ -46,7 +46,7 @@ def default_config(p: Problem) -> Config:
         if p.precision == "ieee":
             return Config(64, 32, 16, 8, 4, 3)
         return Config(64, 128, 32, 8, 4, 3)
-    if any(0 < unit < 8 for unit in p.units[:4]):  # numbers come one by one
+    if any(0 < unit < 8 for unit in p.units[:4]):  # elements are loaded one at a time
         return Config(64, 32, 64, 8, 4, 4)
     small = min(p.M, p.N) <= 64 or p.B * cdiv(p.M, 128) * cdiv(p.N, 128) < 128
     if small:
@@ -69,12 +69,12 @@ def candidate_configs(p: Problem) -> list[Config]:
 
 
 def fits(p: Problem, config: Config) -> bool:
-    """Descriptors need `described`; tiles must have sizes that the matrix units accept."""
+    """Descriptors need `described`; tiles must have sizes that matrix units accept."""
     return (p.described or not config.described) and min(config[:3]) >= 16
 
 
 def blocks(p: Problem, config: Config) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The blocks of the three tensors' descriptors, as the tensors are in memory."""
+    """The block shapes of the three tensors' descriptors, in the order of their memory."""
     m, n, k = config[:3]
     a, b = ((k, m) if p.turned[0] else (m, k)), ((n, k) if p.turned[1] else (k, n))
     return ((0, a), (1, b), (2, (m, n)))

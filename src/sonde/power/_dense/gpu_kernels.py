@@ -82,7 +82,7 @@ TRITON = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 @lru_cache(1)
 def processors() -> int:
-    """The number of programs that a device runs at once; without a device, any number."""
+    """The number of programs that a device runs at once; an arbitrary number if there is no device."""
     return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 128
 
 

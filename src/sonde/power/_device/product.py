@@ -58,17 +58,18 @@ def add_described_products(
 
 @triton.jit
 def landed(total, step):
-    """`total`, in a loop that does nothing with its sums but add to them; `step` is not negative.
+    """Returns `total` unchanged, but reads it, so that the matrix unit must finish first; `step` is never negative.
 
-    A matrix unit of Hopper reads a left factor in registers while the program goes on. Such a loop, where the factor is computed
-    anew each time, overwrites it too early (seen with Triton 3.6: wrong sums, not in every run). Whoever reads the sums waits.
+    Hopper's matrix units are asynchronous and read the left factor from registers while the program goes on. A loop that only adds
+    to its sums and computes a new left factor in every step overwrites those registers too early (seen with Triton 3.6: wrong
+    sums, in some runs).
     """
     return tl.where(step >= 0, total, 0)
 
 
 @triton.jit
 def nearest(x, COMMON: tl.constexpr, PRECISION: tl.constexpr):
-    """A fragment of sums as it is multiplied: rounded to COMMON, or to tf32, to which matrix units would truncate it."""
+    """A fragment of sums, rounded for a product: to COMMON, or to tf32, because matrix units would truncate instead."""
     if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
@@ -78,7 +79,7 @@ def nearest(x, COMMON: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def thirds(x, COMMON: tl.constexpr):
-    """A float32 fragment as three of bfloat16, whose sum it is, so that matrix units multiply it exactly."""
+    """Split a float32 fragment into three bfloat16 ones that add up to it, so that matrix units multiply it exactly."""
     high = x.to(COMMON)
     rest = x - high.to(x.dtype)
     middle = rest.to(COMMON)
@@ -87,7 +88,7 @@ def thirds(x, COMMON: tl.constexpr):
 
 @triton.jit
 def add_exactly(total, a, b, COMMON: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a @ b, where one of them has the dtype of the sums and the other COMMON; nothing is rounded before it is multiplied."""
+    """Add a @ b, where one factor has the dtype of the sums and the other COMMON; neither is rounded before the product."""
     if total.dtype == COMMON:
         return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
     elif a.dtype == COMMON:

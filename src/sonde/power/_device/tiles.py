@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def multiple(n, UNIT: tl.constexpr):
-    """`n`, which UNIT divides, in a form that shows this to the compiler, so that it can use wide loads and masks."""
+    """`n`, written so that the compiler can see that UNIT divides it and use wide loads and masks."""
     if UNIT <= 1:
         return n
     else:
@@ -26,7 +26,7 @@ def step(stride, UNIT: tl.constexpr):
 
 @triton.jit
 def places(first, BLOCK: tl.constexpr, OFFSET: tl.constexpr):
-    """Positions of a tile along one dimension of its slab, as integers that hold any offset in it."""
+    """A tile's positions along one dimension of its slab, as integers wide enough for any offset in it."""
     return (first + tl.arange(0, BLOCK)).to(OFFSET)
 
 
@@ -41,7 +41,7 @@ def grouped(program, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def load(at, inside):
-    """A fragment, with zeros where it is not `inside`; None: it is everywhere."""
+    """Load a fragment, with zeros where it is not `inside`; None loads all of it without a mask."""
     if inside is None:
         return tl.load(at)
     else:
@@ -50,7 +50,7 @@ def load(at, inside):
 
 @triton.jit
 def load_rows(slab, row, rows, row_step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr):
-    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside. None for `rows`: all of them are inside."""
+    """[rows, WIDTH] in a fragment of BLOCK columns; zeros outside. If `rows` is None, no row is masked."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = None if rows is None else (row < rows)[:, None]
     if WIDTH < BLOCK:

@@ -10,7 +10,7 @@ from .basis import MOST, default_tile
 
 
 def basis(name: str, d: int, power: Any, d_tile: Any, shape: Sequence[int] = ()) -> tuple[int, int]:
-    """The power and the size of tiles, checked; `shape` is the shape whose d it is, for messages."""
+    """The power and the tile size, checked; `shape` is the shape that d comes from, for messages."""
     checks.count(name, "power", power, least=1)
     if power > MOST:
         raise ValueError(f"{name}: power must be 1 to {MOST}; got {power}")

@@ -29,7 +29,7 @@ def dimension(d: int, power: int, d_tile: int) -> int:
 
 
 def default_tile(d: int) -> int:
-    """The largest of 8, 4, 2 and 1 that divides `d`: a basis that is fast and only a little larger than the smallest."""
+    """The largest of 8, 4, 2 and 1 that divides `d`: fast, and the basis is only a little larger than the smallest one."""
     return next(t for t in (8, 4, 2, 1) if d % t == 0)
 
 

@@ -1,4 +1,4 @@
-"""Recording launches of symmetric powers; the basis is passed as tables that are kept on the device."""
+"""Recording launches of symmetric powers; the basis is passed as tables, which are cached on the device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def basis(p: Pass, n: int, power: int) -> tuple[str, str]:
 
 
 def parts(value: float) -> tuple[float, float]:
-    """A number as two of float32, which together hold 48 of its bits."""
+    """Split a number into two float32 parts, which together hold 48 of its bits."""
     high = struct.unpack("f", struct.pack("f", value))[0]
     return high, value - high
 
@@ -120,7 +120,7 @@ def launch_paired_gradient(p: Problem, c: Config) -> Launch:
 
 
 def fits(p: Problem, c: Config) -> bool:
-    """Tiles of pairs have their own size."""
+    """Paired tiles have a size of their own, T·T."""
     return not p.paired or c.block_d == p.T * p.T
 
 
@@ -147,7 +147,7 @@ def expected_expand(p: Problem, x: Tensor, tiles: Tensor, roots: Tensor, out: Te
 
 
 def _gradient_of(p: Problem, x: Tensor, y: Tensor, z: Tensor | None, out: Tensor) -> Tensor:
-    """For the search: ∂x in plain PyTorch, a matrix of the batch at a time."""
+    """For the search: ∂x in plain PyTorch, one matrix of the batch at a time."""
     wide = torch.float64 if p.common.itemsize >= 4 else torch.float32
     basis = Basis(p.d, p.power, p.T, p.scaled, x.device)
     x = x.as_strided((p.B, p.R, p.d), p.x).to(wide)
@@ -205,7 +205,7 @@ def record_product(
 
 
 def record_gradient(p: Pass, x: Slab, y: Slab, z: Slab | None, problem: Problem, out: str, like: Tensor, writes: str) -> str:
-    """Record ∂x, where ∂φ is `y` or the product of the rows of `y` and `z`; returns its slot, contiguous as `like` is."""
+    """Record ∂x, where ∂φ is `y` or the product of the rows of `y` and `z`; returns its contiguous slot, shaped like `like`."""
     made = p.buffer(out, tuple(like.shape), like.dtype)
     if problem.paired and problem.d // problem.T <= 32:
         p.launch(paired_gradient, problem, [x.slot, y.slot, None if z is None else z.slot, made], writes=[writes])

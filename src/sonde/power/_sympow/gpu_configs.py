@@ -10,7 +10,7 @@ Strides = tuple[int, int, int]  # of batch, row and column
 
 
 class Problem(NamedTuple):
-    """φ of x [B, R, d], and what it is multiplied with."""
+    """φ of x [B, R, d], and the operand that it is multiplied by."""
 
     B: int
     R: int
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 class Config(NamedTuple):
     block_r: int  # rows of x
     block_n: int  # columns of the product
-    block_d: int  # columns of φ; of paired tiles, T·T
+    block_d: int  # columns of φ; T·T for paired tiles
     num_warps: int
     num_stages: int
 

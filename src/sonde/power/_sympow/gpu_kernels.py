@@ -284,7 +284,7 @@ def _gradient(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """∂x_j: j is inserted at every position of every product of P − 1 other indices; each resulting column of φ occurs once."""
+    """∂x_j: insert j at every position of every product of P − 1 other indices; each resulting column of φ occurs once."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
     batch = tl.program_id(2).to(tl.int64)

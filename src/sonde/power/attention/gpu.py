@@ -39,7 +39,7 @@ def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
 
 
 def problem_of(p: Pass, names: Sequence[str], causal: bool, scale: float | None, tf32: bool) -> tuple[Problem, dict[str, str]]:
-    """The problem that launches on these arguments solve, and the arguments' slots."""
+    """The problem that a launch on these arguments solves, and the arguments' slots."""
     q, k, v = (cast(Tensor, p.given[name]) for name in ("q", "k", "v"))
     found = {name: rows_of(p, name) for name in names}
     nothing = ("", (0, 0, 0), 0)
@@ -58,7 +58,7 @@ def problem_of(p: Pass, names: Sequence[str], causal: bool, scale: float | None,
 
 
 def is_described(t: Tensor) -> bool:
-    """Whether a descriptor can describe it: half precision, row sizes a power of two, other strides multiples of 16 bytes."""
+    """Whether a descriptor can describe it: half precision, rows of 2ⁿ elements, other strides multiples of 16 bytes."""
     near = t.dtype.itemsize == 2 and t.stride(-1) == 1 and power_of_2(max(16, t.shape[-1])) == t.shape[-1] and is_aligned(t)
     return near and 0 not in t.shape and all(s > 0 and s % 8 == 0 for s in t.stride()[:3])
 
@@ -155,7 +155,7 @@ def expected(p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: 
 def expected_gradients(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, dots: Tensor | None, *made: Tensor | None
 ) -> dict[int, Tensor]:
-    """For the search: by torch, those gradients that are needed."""
+    """For the search: the gradients that are needed, by torch."""
     x, y, z, g = _truth(p, q, k, v, grad)
     with torch.enable_grad():
         inputs = [t.requires_grad_() for t in (x, y, z)]

@@ -51,7 +51,7 @@ class Config(NamedTuple):
 def forward_config(p: Problem) -> Config:
     if not p.half:
         return Config(32, 32, 4, 1) if p.widest <= 64 else Config(16, 16, 4, 1)
-    if min(p.units[:3]) < 8:  # numbers come one by one
+    if min(p.units[:3]) < 8:  # elements are loaded one at a time
         return Config(64, 32, 4, 1) if p.widest <= 64 else Config(32, 32, 4, 1)
     if p.described and p.widest <= 128:
         return Config(64, 64, 4, 3, True)
@@ -96,7 +96,7 @@ def backward_config(p: Problem) -> Config:
     if p.widest <= 64:
         return Config(64, 64, 4, 1)
     if p.widest <= 128:
-        return Config(16, 64, 4, 1)  # 64 queries at a time would take a third less time, but spill
+        return Config(16, 64, 4, 1)  # 64 queries at a time would be a third faster, but spill
     return Config(32, 32, 8, 1)
 
 

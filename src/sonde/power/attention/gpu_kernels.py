@@ -30,7 +30,7 @@ def add_keys(
     CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BN: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from `first` to `last`; only MASKED ones may have keys that some query does not see."""
+    """Add the blocks of keys from `first` to `last`; without MASKED, every query must see all of these keys."""
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
         if DESCRIBED:
@@ -222,7 +222,7 @@ def _query_gradients(
     )
     factor = exact(scale, scale_low, ACC)
     level = tl.load(lse + row, mask=i < T, other=0) * 1.4426950408889634
-    level += level - level  # NaN where the row is
+    level += level - level  # NaN if it is not finite
     dot = tl.load(dots + row, mask=i < T, other=0)
     total = tl.zeros([BM, BD], ACC)
     end = tl.minimum(S, first + BM) if CAUSAL else S
@@ -317,7 +317,7 @@ def _key_gradients(
                 grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), i, T, g_step, E, BE, COMMON
             )
             level = tl.load(lse + rows + i, mask=i < T, other=0) * 1.4426950408889634
-            level += level - level  # NaN where the row is
+            level += level - level  # NaN if it is not finite
             logits = tl.dot(keys, queries.T, input_precision=PRECISION, out_dtype=ACC) * (factor * 1.4426950408889634)
             there = sees(i[None, :], j[:, None], S, CAUSAL) & (i < T)[None, :]
             weights = tl.where(there, tl.exp2(logits - level[None, :]), 0)

@@ -35,7 +35,7 @@ BENCH = {
     "d64_64k": dict(B=1, T=65536, d=64, heads=16),
     "d128_16k": dict(B=2, T=16384, d=128, heads=16),
     "decoding": dict(B=8, T=1, d=64, heads=16, begun=True, returned=True),
-    "d64_8k": dict(B=1, T=8192, d=64, heads=4),  # the shortest in chunks; for CPUs
+    "d64_8k": dict(B=1, T=8192, d=64, heads=4),  # the shortest that is cut into chunks; for CPUs
 }
 TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, returned=True), dtype="float32", everywhere=True),
@@ -67,7 +67,7 @@ def make(
     if layout == "hostile":  # values far apart in size
         v[..., ::2] *= 30
     state = None
-    if begun:  # with what 5 tokens leave
+    if begun:  # with the state after 5 tokens
         phi = power_of(random(B, heads, 5, d), power, default_tile(d), True)
         state = phi.mT @ random(B, heads, 5, e or d), phi.sum(2), phi.square().sum(-1).sqrt().sum(-1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -115,7 +115,7 @@ def definition(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, power: int, scale: float | None, chunk_size: int | None, state: Any,
     return_state: bool,
 ) -> Tensor:  # fmt: skip
-    """The reference, PIECE tokens at a time, each from the state that the last one left: a long sequence has too many weights.
+    """The reference, PIECE tokens at a time, passing the state from piece to piece: a long sequence has too many weights.
 
     Without states (power 4 above d = 32) the sequence is not cut.
     """

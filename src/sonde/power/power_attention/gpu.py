@@ -1,7 +1,8 @@
-"""Triton implementation of ``power_attention``: states of chunks, and weights within them.
+"""Triton implementation of ``power_attention``: states between chunks, and weights within them.
 
-With power 2 and tiles of 4 or 8 everything runs on matrix units, on states without roots: kernels of this folder. Otherwise the
-part that goes through states is computed by the kernels of symmetric powers (``gpu_any_power.py``), in the accumulation dtype.
+With power 2 and tiles of 4 or 8, this folder's kernels do everything on matrix units; their states leave out the roots of φ.
+Otherwise the kernels of symmetric powers compute the part that goes through states (``gpu_any_power.py``), in the accumulator's
+dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def rows_of(p: Pass, name: str) -> tuple[str, Strides]:
 def problem_of(
     p: Pass, names: Sequence[str], power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool
 ) -> tuple[Problem, dict[str, str]]:
-    """The problem that the launches on these arguments solve, and the arguments' slots."""
+    """The problem that launches on these arguments solve, and the arguments' slots."""
     q, v = cast(Tensor, p.given["q"]), cast(Tensor, p.given["v"])
     gate, S = p.given["log_gate"], p.given["S"]
     (B, T, hq, d), (h, e) = q.shape, v.shape[2:]
@@ -49,7 +50,7 @@ def problem_of(
     strides: Any = [found[name][1] if name in found else (0, 0, 0) for name in ("q", "k", "v", "out", "grad")]
     C, tile, wide = rows_of_chunk(T, d, e, power, chunk_size), default_tile(d), p.accumulator
     common = common_dtype(*(p.slots[slot].dtype for name, (slot, _) in found.items() if name != "out"))
-    if common == torch.float16:  # weights and states leave its range, so it is multiplied as tf32, which has as many digits
+    if common == torch.float16:  # weights and states would overflow, so multiply in tf32, which has as many digits
         common, tf32 = torch.float32, not interpreting() and torch.version.hip is None
     extent = max([T * abs(s[2]) for s in strides] + [T * hq * max(d, e)])
     problem = Problem(
@@ -65,7 +66,7 @@ def problem_of(
 
 
 def prepared(p: Pass, problem: Problem, k: str) -> dict[str, str | None]:
-    """Record the kernel that adds gates and norms up within chunks; returns its slots."""
+    """Record the kernel that adds up gates and norms within chunks; returns its slots."""
     n, wide = problem, p.accumulator
     rows = n.B, n.h, n.T
     made = dict[str, str | None](high=None, low=None, early=None, late=None, since=None, until=None, whole=None)
@@ -127,7 +128,7 @@ def forward_pass(
 
 
 def _past_sums(p: Pass, n: Problem, q: str, about: dict[str, str | None], kept: Sequence[str]) -> list[str | None]:
-    """Record what queries see of the states before their chunks."""
+    """Record the contribution of earlier chunks: queries applied to the states before their chunks."""
     rows = (n.B, n.h * n.groups, n.T)
     made = [p.buffer("sums of the past", (*rows, n.e), n.wide), p.buffer("norms of the past", rows, n.wide)]
     first = 0 if n.begun else 1
@@ -261,7 +262,7 @@ def _past_keys(
 
 
 def _before(p: Pass, n: Problem, about: dict[str, str | None]) -> list[Any]:
-    """The states before each chunk: those that were saved, or that of the only chunk."""
+    """The states before each chunk: those saved by the forward pass or, for a single chunk, the given state."""
     if n.chunks > 1:
         return [p.contiguous("states"), p.contiguous("moments")]
     table = basis(p, n.d // n.tile, 2)[0]
@@ -277,9 +278,9 @@ def _after(
     p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], past: Sequence[str | None],
     end: Sequence[str | None] | None, kind: torch.dtype, before: Sequence[str | None], flows: str | None,
 ) -> list[Any]:  # fmt: skip
-    """The gradients of the states after each chunk, and, in `end`, that of the state before the first.
+    """Record the gradients of the state after each chunk and, into `end`, that of the state before the first chunk.
 
-    In `flows`, their products with the states.
+    Their products with the states go into `flows`.
     """
     skipped = 0 if end else 1
     count, made = max(0, n.chunks - skipped) if n.crossed else 0, [None] * 2

@@ -1,7 +1,7 @@
 """The part of power attention that goes through states, by the kernels of symmetric powers: any power, any tiles, any width.
 
-Queries and keys are copied to the accumulation dtype, a matrix of rows per chunk and head of keys. A state has one column more
-than values: z. So the sums of weights are as exact as the sums of values.
+Queries and keys are copied to the accumulator's dtype, as one matrix per chunk and head of keys. A state has one column more than
+the values have, for z, so the sums of weights are as exact as the sums of values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Matrices:
         return self.slab(record_gradient(self.p, x, rows, state, problem, name, like, ""), *x.shape[1:])
 
     def values(self, about: dict[str, str | None], v: str) -> Slab:
-        """Values and a one, times the gates from their rows to the end of the chunk."""
+        """Values and a column of ones, times e to the gates from each row to the end of the chunk."""
         n, wide = self.n, self.wide
 
         def run(v: Tensor, until: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class _Matrices:
         return self.make("values and ones", run, [v, about["until"]], n.C, n.e + 1)
 
     def gradients(self, name: str, grad: str, past: Sequence[str | None]) -> Slab:
-        """Of the sums over keys, and in the last column of the sums of weights."""
+        """Gradients of the sums over keys; the last column is the gradient of the sums of weights."""
         n, wide = self.n, self.wide
 
         def run(grad: Tensor, rate: Tensor, shift: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def states(
     p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], kept: Sequence[str] | None,
     new: Sequence[str] | None, lengths: str,
 ) -> Sequence[str | None]:  # fmt: skip
-    """Record the states, and what queries see of them: slots of sums [B, h · groups, T, e], and of sums of weights."""
+    """Record the states and apply queries to them: returns slots of sums [B, h · groups, T, e], and of sums of weights."""
     m = _Matrices(p, n)
     made = None
     if n.returned or n.chunks > 1:
@@ -172,7 +172,7 @@ def _norms(p: Pass, n: Problem, about: dict[str, str | None], lengths: str, new:
 
 
 class Queries(NamedTuple):
-    """What both halves of a backward pass read: queries, and the states before their chunks."""
+    """Read by both halves of a backward pass: queries, and the states before their chunks."""
 
     rows: Slab
     states: Slab
@@ -197,7 +197,7 @@ def gradients(
     p: Pass, n: Problem, slots: dict[str, str], about: dict[str, str | None], past: Sequence[str | None], queries: Queries | None,
     end: Sequence[str | None] | None,
 ) -> tuple[list[str | None], str | None]:  # fmt: skip
-    """Record the gradients of keys [B, h, T, d] and values [B, h, T, e] through the states, and of the state before them all.
+    """Record the gradients of keys [B, h, T, d] and values [B, h, T, e] through the states, and of the state before the sequence.
 
     The second result is the sum of states times their gradients [B · h, chunks + 1, 1], as `_scan` computes it.
     """

@@ -8,7 +8,7 @@ import torch
 
 from ...jit.launch import power_of_2
 
-BLOCK = 64  # rows whose gates are added up from the first or to the last of them
+BLOCK = 64  # rows; gates are summed from the first row of a block, and to the last
 Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
@@ -26,9 +26,9 @@ class Problem(NamedTuple):
     D: int
     gated: bool
     crossed: bool  # there is a state before some chunk
-    begun: bool  # there is one before the first
-    returned: bool  # the one after the last is wanted, or has a gradient
-    least: float  # the share of the largest possible sum of weights below which a sum is rounding
+    begun: bool  # there is one before the first chunk
+    returned: bool  # the state after the last chunk is returned, or has a gradient
+    least: float  # a sum of weights below this share of its largest possible value is only rounding error
     q: Strides
     k: Strides
     v: Strides
@@ -36,8 +36,8 @@ class Problem(NamedTuple):
     grad: Strides
     gate: Strides
     units: tuple[int, ...]  # divisors of the strides of q, k, v, out and grad
-    common: torch.dtype  # fragments are multiplied in it
-    wide: torch.dtype  # and added in it
+    common: torch.dtype  # of the fragments, as they are multiplied
+    wide: torch.dtype  # of the accumulator
     precision: str  # of products
     exact: str  # of products that must not round
     far: bool
@@ -56,12 +56,12 @@ class Problem(NamedTuple):
 
     @property
     def paired(self) -> bool:
-        """Whether states are read by matrix units, as outer products of pieces of rows; otherwise other kernels multiply them."""
+        """Whether matrix units multiply states, with φ's tiles built as outer products; otherwise ``gpu_any_power`` does."""
         return self.power == 2 and self.tile in (4, 8) and self.widest <= (128 if self.wide == torch.float32 else 64)
 
     @property
     def narrow(self) -> bool:
-        """Rows that are not loaded 16 bytes at a time."""
+        """Whether rows cannot be loaded 16 bytes at a time."""
         return min(self.units) < 8
 
 
@@ -74,7 +74,7 @@ class Fold(NamedTuple):
     T: int
     C: int
     chunks: int  # to compute
-    skipped: int  # chunks at the beginning that nobody needs
+    skipped: int  # chunks at the beginning that are not needed
     d: int
     e: int
     tile: int
@@ -94,7 +94,7 @@ class Fold(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Rows that go through states: queries, or keys on the way back."""
+    """Rows that go through states: queries or, in the backward pass, keys."""
 
     B: int
     h: int
@@ -102,8 +102,8 @@ class Past(NamedTuple):
     T: int
     C: int
     chunks: int
-    first: int  # chunk that has a state
-    states: int  # chunks that have one
+    first: int  # the first chunk that has a state
+    states: int  # how many chunks have one
     d: int
     e: int
     tile: int
@@ -128,13 +128,13 @@ class Past(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of moments, so that matrix units multiply them exactly."""
+        """Into how many parts moments are split, so that matrix units multiply them exactly."""
         return 3 if self.half else 1
 
 
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
-    block_n: int  # rows that it reads at a time; of a fold, columns of the state
+    block_n: int  # rows that it reads at a time; in a fold, columns of the state
     parts: int  # of the state at a time: tiles of φ, or slices of M that gradients go through
     num_warps: int
     num_stages: int

@@ -1,4 +1,4 @@
-"""What a search compares the kernels of power attention with: plain PyTorch, a chunk of one batch entry at a time."""
+"""Expected results, for the search: power attention in plain PyTorch, one chunk of one batch entry at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _parts(p: Problem, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low
 
 
 def _state(p: Past, states: Tensor, b: int, chunk: int, like: Tensor) -> Tensor:
-    """[hq, D, …], a state without roots as φ with roots expects it."""
+    """[hq, D, …]: a state without roots, rescaled to be multiplied with a φ that has them."""
     basis = Basis(p.d, 2, p.tile, True, like.device)
     found = states[b, chunk].to(like.dtype).reshape(p.h, basis.D, -1)
     return (found * basis.roots.to(like.dtype).repeat_interleave(p.tile**2)[:, None]).repeat_interleave(p.groups, 0)
@@ -119,7 +119,7 @@ def _passes(p: Past) -> Iterator[tuple[int, int, slice]]:
 
 
 def _unwritten(outputs: dict[int, Tensor | None]) -> dict[int, Tensor]:
-    """Outputs as a search finds them where nothing is written: chunks without a state."""
+    """Outputs full of NaN, as the search prepares them: chunks without a state are not written."""
     return {i: torch.full_like(t, torch.nan) for i, t in outputs.items() if t is not None}
 
 

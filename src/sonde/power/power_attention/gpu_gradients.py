@@ -11,7 +11,7 @@ from .gpu_kernels import QKV
 from .gpu_states import LEAST_GATE, SIZES
 
 GRAD = ["g_batch", "g_head", "g_row"]
-DOUBT = tl.constexpr(64)  # tokens whose weights are rounded as much as the sum over all pairs across a boundary of chunks
+DOUBT = tl.constexpr(64)  # the rounding error of a sum over all pairs across a chunk boundary, counted in tokens
 
 
 @triton.jit(do_not_specialize=[*SIZES, "o_batch", "o_head", "o_row", *GRAD])
@@ -20,10 +20,10 @@ def _row_factors(
     lost,  # as `out`, contiguous; or None
     grad,  # [B, h · groups, T, e], rows contiguous
     rates,  # [B, T, h · groups]
-    since,  # [B, h, T], e to the gates from the beginning of the chunk; None without
-    rate,  # [B, h · groups, T], ∂(Σ w v) is this times ∂out
-    shift,  # and ∂(Σ w) this
-    past_rate,  # the same for the state before the chunk; None if nobody needs it
+    since,  # [B, h, T], e to the gates from the beginning of the chunk; None without gates
+    rate,  # [B, h · groups, T]: ∂(Σ w v) is this times ∂out
+    shift,  # [B, h · groups, T]: ∂(Σ w)
+    past_rate,  # the same for the state before the chunk; None if not needed
     past_shift,
     h,
     groups,
@@ -81,7 +81,7 @@ def add_from_keys(
 ):  # fmt: skip
     """Add the queries' gradients through the weights of keys from `first` to `last`: ∂q, and p Σ_j w_ij ∂w_ij.
 
-    Of keys that are not MASKED, without the queries' factors of e^{G_i − G_j}, as `add_keys`.
+    For keys that are not MASKED, the queries' own factor of e^{G_i − G_j} is left out, as in `add_keys`.
     """
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
@@ -154,8 +154,8 @@ def _query_gradients(
 ):
     """∂q_i = Σ_j ∂w_ij · p (q_i·k_j)^{p−1} e^{G_i − G_j} k_j, where ∂w_ij = rate_i · ∂out_i·v_j + shift_i.
 
-    Σ_j w_ij ∂w_ij should be 0. It is not, since weights were rounded for `out`, from which `shift` comes, and these errors would
-    add up in the gradients of gates. So the other gradients get a `shift` that makes it 0.
+    Σ_j w_ij ∂w_ij should be 0. It is not, since `shift` comes from `out`, which was computed from rounded weights, and these
+    errors would add up in the gradients of gates. So the other gradients use `balanced`, a shift that makes the sum 0.
     """
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
@@ -221,8 +221,8 @@ def add_from_queries(
 ):  # fmt: skip
     """Add the gradients through the weights of one head's queries from `first` to `last`: ∂k, ∂v, and p Σ_i w_ij ∂w_ij.
 
-    Queries that are not MASKED come after all keys. Then `high_j` and `low_j` are G of the last key, e^{G_i − G_j} has three
-    factors as in `add_keys`, and the keys' own are left to the caller.
+    Queries that are not MASKED come after all keys. Then `high_j` and `low_j` are G of the last key, e^{G_i − G_j} is a product of
+    three factors as in `add_keys`, and the caller multiplies by the keys' own.
     """
     ACC: tl.constexpr = to_keys.dtype
     for start in range(first, last, BN):
@@ -247,7 +247,7 @@ def add_from_queries(
             slopes = tl.where(i[None, :] >= j[:, None], slopes, 0)
         weights = slopes * products * (rate_i * (1.0 / POWER))[None, :]
         d_products = slopes * (toward * rate_i[None, :] + shift_i[None, :])
-        if MASKED:  # 0 · ∞ is no weight
+        if MASKED:  # a masked pair may be 0 · ∞
             unseen = slopes == 0
             weights, d_products, products = (
                 tl.where(unseen, 0, weights),
@@ -329,7 +329,7 @@ def _key_gradients(
     earlier = kept + 1  # e^{G − G_j}, where G is that of the last key
     high_j, low_j, high_last, low_last = kept, kept, kept, kept
     last = tl.minimum(first + BM, stop)
-    # queries that see all keys; with gates, only where BLOCKs begin with those of queries and end with those of keys
+    # queries that see all keys; with gates, only where blocks of queries begin and blocks of keys end with a BLOCK
     whole = first + BM if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else stop
     if GATED:
         high += row_of * T
@@ -406,18 +406,18 @@ def _gate_gradient(
     RETURNED: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """A gate scales the weights between all keys before it and all queries from it on. From token to token, Σ w ∂w of these gains
-    the token's key, and loses its queries, whose sum is 0.
+    """A gate scales the weights between all keys before it and all queries from it on; its gradient is their Σ w ∂w. From one token
+    to the next, this sum gains the token's key and loses its queries, whose own sum is 0.
 
-    Sums before a chunk and after it are both known, from states that are rounded. Where they disagree, the difference is spread
-    over the chunk. If it is not finite, sums begin at the end: the gates after an infinite query have finite gradients.
+    The sums before and after a chunk are both known, from rounded states. Where they disagree, the difference is spread over the
+    chunk. If it is not finite, the sum starts from the end, so that gates after an infinite query have finite gradients.
     """
     chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = chunk * C
     stop = tl.minimum(start + C, T)
     before, after, gains = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-    doubt_before, doubt_after = 0, 0  # in how many tokens as much is rounded as in these sums
+    doubt_before, doubt_after = 0, 0  # the rounding errors of these sums, counted in tokens
     if flows is not None:
         flows += row_of * (chunks + 1) * flow_columns
         before += flow_before(flows, chunk, chunks, flow_columns, BT)

@@ -1,4 +1,4 @@
-"""Power attention's results: weights within a chunk, added to what earlier chunks contribute."""
+"""Power attention's results: the weighted sum within a chunk, added to the contribution of earlier chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def add_keys(
     MASKED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from `first` to `last` of the chunk that begins at `chunk`; only MASKED ones may have keys after some query.
-    None of them is at `stop` or after it, if that is None.
+    """Add the blocks of keys from `first` to `last` of the chunk that begins at `chunk`. Keys from `stop` on are masked; if it is
+    None, there are none.
 
-    Keys that are not MASKED come before all queries, so e^{G_i − G_j} is a product of three factors: from the key to the end of its
-    BLOCK, which is known; from there to the first query, a number (`high_i` and `low_i` are then G of the first query); and the
-    queries' own, which the caller multiplies in.
+    Without MASKED, all keys come before all queries, so e^{G_i − G_j} is a product of three factors: from the key to the end of its
+    BLOCK, which `early` holds; from there to the first query, a single number (`high_i` and `low_i` are then G of the first query);
+    and from there to query i, by which the caller multiplies.
     """
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
@@ -44,7 +44,7 @@ def add_keys(
             weights = tl.where(j[None, :] <= i[:, None], weights, 0)
         norm += tl.sum(weights, 1)
         weights = nearest(weights, COMMON, PRECISION)
-        if total.dtype != COMMON or PRECISION == "tf32":  # as they are multiplied: then the result is an average of values
+        if total.dtype != COMMON or PRECISION == "tf32":  # sum the rounded weights, so that the result is an average of values
             divisor += tl.sum(weights.to(total.dtype), 1)
         total = tl.dot(weights, values, total, input_precision=PRECISION, out_dtype=total.dtype)
     return total, norm, divisor
@@ -96,7 +96,7 @@ def _outputs(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """σ cancels, so it appears nowhere."""
+    """σ does not appear, since it cancels."""
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks  # long rows first
     heads = h * groups
@@ -125,7 +125,7 @@ def _outputs(
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
         high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
         later = tl.exp((high_i - high_first) + (low_i - low_first))
-    # keys that all queries see, in blocks; with gates, only where BLOCKs end with those of keys and of queries
+    # keys that all queries see, in whole blocks; with gates, only where BLOCKs and blocks of keys and queries line up
     whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, norm, divisor = add_keys(
         total, norm, divisor, queries, k, v, high, low, high_first, low_first, early, start, start, whole, i, limit, k_step,
@@ -152,7 +152,7 @@ def _outputs(
     rate = tl.where(dead, 0, 1 / norm)
     if COMMON == ACC and PRECISION != "tf32":
         divisor = norm
-    divisor = tl.where(divisor == 0, 1, divisor)  # weights that are too small for half precision
+    divisor = tl.where(divisor == 0, 1, divisor)  # all weights underflow in half precision
     found = tl.where(dead[:, None], 0, total * (1 / divisor)[:, None])
     row = (batch * T + i) * heads + head
     inside = (i < stop)[:, None] & (column < E)[None, :]

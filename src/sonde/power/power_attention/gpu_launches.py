@@ -1,4 +1,4 @@
-"""The launches of power attention's kernels, and what a search compares them with."""
+"""The launches of power attention's kernels, and the expected results that the search checks them against."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def launch_prepare(p: Problem) -> Launch:
 
 
 def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chunks: int) -> Fold:
-    """The sums that these launches need."""
+    """The problem of a fold over these rows."""
     return Fold(
         p.B, p.h, members, p.T, p.C, chunks, skipped, p.d, p.e, p.tile, p.D, x, y, (vector_of(16, *x), vector_of(16, *y)), p.common,
         p.wide, p.precision, p.exact, p.far,
@@ -81,7 +81,7 @@ def scan_programs(p: Problem, e: int) -> int:
 
 
 def flow_columns(p: Problem) -> int:
-    """Into how many parts the products of states and their gradients are cut."""
+    """In how many partial sums the product of a state and its gradient is stored."""
     return scan_programs(p, p.e) + scan_programs(p, 1) if p.paired else 1
 
 
@@ -95,7 +95,7 @@ def launch_scan(p: Problem, e: int, first: int, count: int, reverse: bool = Fals
 
 
 def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, count: int) -> Past:
-    """The rows that these launches send through states: of `count` chunks from the first that has one."""
+    """The problem of sending these rows through states: those of `count` chunks, from `first` on."""
     return Past(
         p.B, p.h, groups, p.T, p.C, p.chunks, first, count, p.d, p.e, p.tile, p.D, x, y or (0, 0, 0), vector_of(16, *x),
         vector_of(16, *y) if y else 0, p.common, p.wide, p.precision, p.exact, p.far,

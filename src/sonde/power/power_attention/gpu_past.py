@@ -1,8 +1,8 @@
 """The part of power attention that goes through states of power 2: sums over earlier chunks, and their gradients.
 
-A state is a symmetric matrix M of vectors: φ(x)·S = Σ_ab x_a x_b M_ab. So ∂x_a = 2 Σ_b x_b M_ab·∂, a product of rows that are
-scaled by one number of x at a time with M's slice b. Nothing of φ's size is formed, and sums stay in the accumulator. Keys go
-through the gradients of states in the same way as queries go through states, so both kernels serve both.
+A state is a symmetric matrix M of vectors: φ(x)·S = Σ_ab x_a x_b M_ab. So ∂x_a = 2 Σ_b x_b M_ab·∂: for each b, rows scaled by x_b
+are multiplied by M's slice b. Nothing of φ's size is formed, and the sums stay in the accumulator. Keys go through the gradients
+of states in the same way as queries go through states, so both kernels serve queries and keys.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def times_state(
     x, state, row, column, in_rows, in_columns, x_step, D: tl.constexpr, E: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr,
     BE: tl.constexpr, ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """φ(x) @ state [BM, BE] for a state without roots: pairs of different pieces count twice. Up to TILES tiles (s, t) of φ with
-    the same s are multiplied at a time."""
+    """φ(x) @ state [BM, BE] for a state without roots: pairs of different pieces count twice. Each step multiplies up to TILES
+    tiles (s, t) of φ with the same s."""
     n: tl.constexpr = D // TILE
     FULL: tl.constexpr = n // TILES
     STEPS: tl.constexpr = TILES * FULL * (FULL + 1) // 2 + n % TILES * (FULL + 1)
@@ -65,7 +65,7 @@ def times_moments(
     x, moments, row, in_rows, x_step, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
     COMMON: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x @ Z [BM, BD], where the symmetric matrix Z of the moments is the sum of PARTS, so that it is not rounded."""
+    """x @ Z [BM, BD], where the symmetric matrix Z of the moments is split into PARTS, so that it is not rounded."""
     BLOCK: tl.constexpr = 16 if PARTS == 1 else min(BD, 32)
     a, b = tl.arange(0, BLOCK), tl.arange(0, BD)
     total = tl.zeros([BM, BD], ACC)
@@ -86,7 +86,7 @@ def times_slices(
     rows, x, x_row, state, i, in_rows, n, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr, COMMON: tl.constexpr, PRECISION: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half the gradient of φ(x)·M·rows by x. SLICES of M are multiplied at a time."""
+    """Σ_b x_b · (rows @ M_bᵀ) [BM, BD]: half of the gradient of φ(x)·M·rows with respect to x. Each step multiplies SLICES of M."""
     a, each, k = tl.arange(0, BD), tl.arange(0, SLICES), tl.arange(0, SLICES * BE)
     slice, column = k // BE, k % BE
     total = tl.zeros([rows.shape[0], BD], ACC)
@@ -116,7 +116,7 @@ def _past_sums(
     T,
     C,
     chunks,
-    first_chunk,  # that has a state
+    first_chunk,  # the first that has a state
     x_batch,
     x_head,
     x_row,
@@ -162,8 +162,8 @@ def _past_sums(
 def _past_gradients(
     x,  # as in `_past_sums`
     y,  # [B, h · groups, T, e], rows contiguous: gradients of results; or values
-    rate,  # [B, h · groups, T], ∂(φ(x)·state) is this times y; None: 1
-    shift,  # and ∂(φ(x)·moments) this
+    rate,  # [B, h · groups, T]: ∂(φ(x)·state) is this times y; None stands for 1
+    shift,  # [B, h · groups, T]: ∂(φ(x)·moments)
     states,
     moments,
     d_x,  # [B, h · groups, T, d]

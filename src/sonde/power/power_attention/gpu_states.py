@@ -16,7 +16,7 @@ LEAST_GATE = tl.constexpr(-1000.0)  # as in the reference
 
 @triton.jit
 def after(kept, added, kept_later, added_later):
-    """Two steps of x → kept · x + added as one."""
+    """Combine two steps x → kept · x + added into one."""
     return kept * kept_later, added * kept_later + added_later
 
 
@@ -25,7 +25,7 @@ def _prepare(
     k,  # [B, h, T, d], rows contiguous
     log_gate,  # [B, h, T], any strides; or None
     high,  # [B, h, T], sums of the gates since the beginning of the chunk
-    low,  # and their rounding errors
+    low,  # [B, h, T], their rounding errors
     early,  # [B, h, T], e to the gates from there to the last of its BT rows
     late,  # [B, h, T], e to the gates from after the first of its BT rows
     since,  # [B, h, T], e to the gates since the beginning of the chunk
@@ -52,7 +52,7 @@ def _prepare(
     UNITS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gates are added in float64, since it is differences of their sums that count."""
+    """Gates are summed in float64, since weights depend on differences of the sums."""
     chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     start = chunk * C
@@ -100,7 +100,7 @@ def _prepare(
 
 @triton.jit
 def packed(a, b, n, TILE: tl.constexpr):
-    """The row of φ that x_a · x_b is in, for tiles of pairs."""
+    """The position of x_a · x_b in φ, for paired tiles."""
     s, t = a // TILE, b // TILE
     less, more = tl.minimum(s, t), tl.maximum(s, t)
     within = tl.where(s <= t, a % TILE * TILE + b % TILE, b % TILE * TILE + a % TILE)
@@ -109,8 +109,8 @@ def packed(a, b, n, TILE: tl.constexpr):
 
 @triton.jit
 def first_tile(program, n, TILES: tl.constexpr):
-    """The first tile (s, t ≥ s) of the TILES in a row of n − s that a program computes."""
-    s, before = 0, 0  # programs
+    """The first tile (s, t ≥ s) that a program computes: it has up to TILES of the n − s tiles with the same s."""
+    s, before = 0, 0  # programs for smaller s
     for _ in range(n):
         here = tl.cdiv(n - s, TILES)
         last = program < before + here
@@ -129,7 +129,7 @@ def _fold(
     T,
     C,
     chunks,
-    skipped,  # chunks at the beginning that nobody needs
+    skipped,  # chunks at the beginning that are not needed
     x_batch,
     x_head,
     x_row,
@@ -152,7 +152,7 @@ def _fold(
 ):
     """A program computes up to TILES tiles (s, t) of φ with the same s: they share a piece of x and the rows of y.
 
-    Factors are multiplied into φ before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
+    φ is multiplied by the factors before it is rounded, so that the rows of y go unchanged from memory to the matrix units.
     """
     n: tl.constexpr = D // TILE
     WIDE: tl.constexpr = TILE * TILES
@@ -215,7 +215,7 @@ def _moments(
     BR: tl.constexpr,
     BA: tl.constexpr,
 ):
-    """z, as exact as float32: sums of weights of different signs may cancel."""
+    """z, exact to float32 even for half-precision inputs, since terms of different signs may cancel."""
     n: tl.constexpr = D // TILE
     made, row_of = tl.num_programs(0), tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
@@ -240,7 +240,7 @@ def _moments(
 
 @triton.jit
 def scan_norms(row_of, norms, begin, whole, kept, end, chunks, ACC: tl.constexpr):
-    """The norms before each chunk and after the last: numbers, so one program adds them up."""
+    """The norms before each chunk and after the last one: one number per chunk, so a single program adds them up."""
     norm = tl.zeros([], ACC)
     if begin is not None:
         norm += tl.load(begin + row_of).to(ACC)
@@ -256,18 +256,18 @@ def scan_norms(row_of, norms, begin, whole, kept, end, chunks, ACC: tl.constexpr
 @triton.jit(do_not_specialize=["h", "chunks", "first", "count", "flow_columns", "flow_column"])
 def _scan(
     tiles,  # [tiles, 2]
-    made,  # [B, h, count, D · E], what the chunks from `first` on add to the state; None if nothing
-    begin,  # [B, h, D · E], the state that another call left, or None
+    made,  # [B, h, count, D · E], what each chunk from `first` on adds to the state; None if nothing is added
+    begin,  # [B, h, D · E], the caller's initial state, or None
     whole,  # [B, h, chunks], how much of the state a chunk keeps; or None
-    kept,  # [B, chunks, h, D · E], the state before each chunk (after it, if REVERSE); None if nobody needs it
+    kept,  # [B, chunks, h, D · E], the state before each chunk (after it, if REVERSE); None if not needed
     end,  # [B, h, D · E], the state after the last one, or None
     norms,  # [B, h, chunks], each chunk's own; or None
     begin_norms,  # [B, h], or None
     kept_norms,  # [B, h, chunks]
     end_norms,  # [B, h], or None
-    states,  # [B, chunks, h, D · E], the states before each chunk, of which these are the gradients; None without `flows`
-    begin_state,  # [B, h, D · E], the one before the first as users see it, or None
-    flows,  # [B · h, chunks + 1, ≥ column + programs]: Σ state · gradient before each chunk; last, what all but the first add
+    states,  # [B, chunks, h, D · E], the states before each chunk, if the scan computes their gradients; None without `flows`
+    begin_state,  # [B, h, D · E], the one before the first chunk, as the caller passed it, or None
+    flows,  # [B · h, chunks + 1, ≥ column + programs]: Σ state · gradient before each chunk; add the last row to all but the first
     h,
     chunks,
     first,
@@ -281,7 +281,7 @@ def _scan(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Inside, a state has no roots and its tiles of squares are symmetric; `begin` and `end` are as users see them."""
+    """Internal states have no roots, and their diagonal tiles are symmetric; `begin` and `end` are in the users' form."""
     row_of = tl.program_id(1).to(tl.int64)
     batch, head = row_of // h, row_of % h
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -325,7 +325,7 @@ def _scan(
             state = tl.load(begin_state + row_of * LENGTH + x, mask=inside, other=0).to(ACC)
             if end is not None:
                 through = tl.sum(state * found, 0)
-            if begin is not None:  # states inside are symmetric; what is not passes through all chunks
+            if begin is not None:  # internal states are symmetric; the rest of `begin` only decays
                 skew = tl.sum(state * (given - before * root) * left, 0)
         tl.store(flows, through)
         tl.store(flows + chunks * flow_columns, skew)
@@ -345,7 +345,7 @@ def _spread(
     PARTS: tl.constexpr,
     BA: tl.constexpr,
 ):
-    """Moments as symmetric matrices to multiply rows by; PARTS of a lower precision, whose sum they are."""
+    """Unpack moments into symmetric matrices, each split into PARTS of lower precision that add up to it."""
     n: tl.constexpr = D // TILE
     at = tl.program_id(0).to(tl.int64)
     a, b = tl.program_id(1) * BA + tl.arange(0, BA)[:, None], tl.arange(0, BD)[None, :]

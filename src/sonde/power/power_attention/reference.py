@@ -10,8 +10,8 @@ from .._dense.reference import product
 from .._sympow.basis import default_tile, dimension
 from .._sympow.reference import power_of
 
-LEAST_GATE = -1000.0  # no weight passes a gate below it, in any dtype; so −∞ is a gate as well
-WIDEST_STATE = 32  # the largest d with a state, where the power is 4
+LEAST_GATE = -1000.0  # in any dtype, no weight passes a gate below it; so −∞ is allowed too
+WIDEST_STATE = 32  # the largest d that has a state with power 4
 CHUNK = 1024  # rows of a chunk, unless given
 
 
@@ -19,7 +19,7 @@ def power_attention(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None,
     power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The result, the new state, and in place of what only backward passes read, empty tensors."""
+    """The result, the new state, and empty tensors in place of the results that only backward passes read."""
     wide = accumulator(q, k, v, log_gate, S, z)
     groups, tile = q.shape[2] // max(1, k.shape[2]), default_tile(q.shape[3])
     x, y, values = (t.to(wide).transpose(1, 2) for t in (q, k, v))  # heads first
@@ -27,7 +27,7 @@ def power_attention(
     i = torch.arange(q.shape[1], device=q.device)
     seen = i <= i[:, None]
     decay = (G[..., :, None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp().to(wide)
-    left = G.exp().to(wide)[..., None]  # of what the sequence began with
+    left = G.exp().to(wide)[..., None]  # share of the initial state that is left
     keys, values_of, decays, lefts = (t.repeat_interleave(groups, 1) for t in (y, values, decay, left))
     factor = scale_of(q, scale) ** power
     weights = torch.where(seen, product(x, keys.mT), 0) ** power * decays * factor
@@ -51,7 +51,7 @@ def _state(
     y: Tensor, values: Tensor, G: Tensor, S: Tensor | None, z: Tensor | None, norms: Tensor | None, power: int, tile: int,
     wide: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """What the sequence leaves to the next one."""
+    """The state after the sequence."""
     end = G[..., -1:] if G.shape[-1] else G.new_zeros(*G.shape[:-1], 1)
     left, last = (end - G).exp().to(wide)[..., None], end.exp().to(wide)
     phi = power_of(y, power, tile, True)
@@ -80,7 +80,7 @@ def length(x: Tensor, power: int) -> Tensor:
 
 
 def threshold(wide: torch.dtype) -> float:
-    """A sum of weights below this share of its largest possible value is rounding alone."""
+    """A sum of weights below this share of its largest possible value is only rounding error."""
     return 64 * torch.finfo(wide).eps
 
 
@@ -90,7 +90,7 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) -> int:
-    """The rows of a chunk: all of them where states would be too large, and where the quadratic form costs less."""
+    """Rows per chunk: all of them if states would be too large, or if the quadratic form costs less."""
     if power > 2 and d > WIDEST_STATE:
         return max(1, T)
     if chunk_size is not None:

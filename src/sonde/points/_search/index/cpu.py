@@ -15,8 +15,8 @@ from ....op.layout import outline
 from .. import cpu_tree as trees
 from .reference import nodes
 
-MANY = 4096  # from so many points on, threads share the work of a tree:
-SUBTREES = 16  # subtrees, after their parents were split level by level
+MANY = 4096  # from this many points on, threads share the work on a tree:
+SUBTREES = 16  # each takes some of these subtrees, once the nodes above them are split, level by level
 
 
 class Built(NamedTuple):

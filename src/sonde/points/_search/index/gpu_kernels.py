@@ -19,7 +19,7 @@ from ....jit.steps import Pass
 from .reference import nodes
 
 LEAF = tl.constexpr(32)  # points per leaf, leaves per box, boxes per larger box: the number of bits of an int32
-FLAT = tl.constexpr(1 << 17)  # up to so many points, two levels are enough
+FLAT = tl.constexpr(1 << 17)  # up to this many points, two levels are enough
 SAMPLE = tl.constexpr(64)  # points from which the centre and width of a cloud are estimated
 NOWHERE = tl.constexpr(1 << 30)  # one past the last position of the curve
 BLOCK = 512
