@@ -105,7 +105,7 @@ def _add_dots(
         p.call("torch.zero_", Tensor.zero_, [d_grid], writes=["grid"])
         return d_grid
     something = something and bool(input.numel())
-    d_grid = p.buffer("d_grid", shape, p.accumulator, fill=None if something and bilinear else 0)  # the bilinear kernel writes all of it
+    d_grid = p.buffer("d_grid", shape, p.accumulator, fill=None if something and bilinear else 0)  # that kernel fills it
     items, block = _blocks(B, P, input, mode, p.threads) if something else (0, 1)
     images, found = _images(p, "input", input), Array(d_grid, (B, P, dim))
     if _last(input):
