@@ -184,6 +184,17 @@ def test_gates_stay_float32_under_autocast(cast, monkeypatch):
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of_x", [torch.bfloat16, torch.float32], ids=str)
+def test_parameters_of_any_dtype_under_autocast(dtype, of_x):
+    layer, x = attention(dtype=dtype), tokens(dtype=of_x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    want = layer.float()(x.float())
+    assert (out.float() - want).norm() < 0.1 * want.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, monkeypatch):
     seen, layer = spy(monkeypatch), attention(dtype=dtype)

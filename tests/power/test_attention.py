@@ -73,6 +73,23 @@ def test_rows_far_from_zero(impl, level):
     torch.testing.assert_close(narrow.double(), want, rtol=1e-2, atol=1e-2)  # float32 resolves such logits to 1e-3
 
 
+@IMPLS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-45, -0.3, 1e-30])
+def test_scales(impl, scale, causal):
+    """Masked keys have logits of −∞, also where the scale is 0 or negative."""
+    if impl != "reference":
+        pytest.importorskip(impl)
+    inputs = made(1, 2, 1, 5, 7, 8, dtype=torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    hidden = torch.ones(5, 7, dtype=torch.bool).triu(1) & causal
+    logits = (exact[0] @ exact[1].mT * scale).masked_fill(hidden, -torch.inf)
+    want, (out, lse) = logits.softmax(-1) @ exact[2], attention(*inputs, causal=causal, scale=scale, return_lse=True, impl=impl)
+    torch.testing.assert_close(out, want.float())
+    torch.testing.assert_close(lse, logits.logsumexp(-1).float())
+    torch.testing.assert_close(gradients(out, inputs), tuple(x.float() for x in gradients(want, exact)))
+
+
 @pytest.mark.parametrize("impl", ["numba", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_as_near_to_float64_as_torch(impl, dtype):

@@ -146,11 +146,16 @@ def test_decoding(impl):
 # ---- Triton ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCES = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-4, 1e-5), torch.bfloat16: (3e-2, 1e-2)}  # of results, of states
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
     ("sizes", "chunk", "power", "gated"),
     [
         ((2, 40, 4, 2, 8, 5), 16, 2, True),
+        ((2, 64, 1, 1, 8, 8), 32, 2, True),
+        ((1, 24, 1, 1, 8, 8), 64, 2, False),
         ((1, 40, 1, 1, 16, 16), 33, 2, False),
         ((1, 40, 2, 1, 12, 12), 33, 2, True),
         ((1, 7, 1, 1, 8, 8), 16, 2, True),
@@ -165,8 +170,20 @@ def test_kernels_agree_with_the_definition(triton_target, sizes, chunk, power, g
     want, last = truth(*exact, power=power)
     out, state = power_attention(*inputs, power=power, chunk_size=chunk, return_state=True, impl=triton_target)
     found = [out, *gradients(out, inputs)]
-    assert_close(found, [want, *gradients(want, exact)], 1e-4 if dtype is torch.float32 else 3e-2)
-    assert_close(state, last, 1e-5 if dtype is torch.float32 else 1e-2)
+    of_results, of_states = TOLERANCES[dtype]
+    assert_close(found, [want, *gradients(want, exact)], of_results)
+    assert_close(state, last, of_states)
+
+
+def test_blocks_of_queries_divide_blocks_of_keys(triton_target):
+    """Else the gradients of keys count some queries twice, and read others from the next chunk."""
+    from sonde.power.power_attention.gpu_configs import Config
+
+    inputs = made(1, 64, 1, 1, 8, gated=False, device=triton_target.device)
+    with sonde.jit.settings.set(PickFixed(Config(16, 32, 0, 4, 1))):
+        out = power_attention(*inputs, impl=triton_target)  # its own kernel takes such blocks
+        with pytest.raises(ValueError, match=r"power\.attention_keys"):
+            gradients(out, inputs)
 
 
 def test_kernels_continue_a_state(triton_target):
@@ -247,6 +264,31 @@ def test_without_weights_there_is_nothing(impl, why, chunk):
     assert not any(x.any() for x in gradients(out, inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_weights_that_fade_away(impl, chunk, dtype):
+    """Padding with zeros behind a sequence: its keys fade until their weights underflow. Nothing is infinite on the way."""
+    q, k, v, _ = made(1, 32, 2, 1, 8, 5, dtype=dtype)
+    gate = torch.full((1, 32, 1), -3.5 if dtype is torch.float32 else -31.0, dtype=dtype)
+    with torch.no_grad():
+        k[:, 3:] = 0
+    inputs = leaves(q, k, v, gate, device=impl.device, dtype=dtype)
+    out = power_attention(*inputs, chunk_size=chunk, impl=impl)
+    want = truth(q, k, v, gate)[0]
+    seen = out.abs().sum((0, 2, 3)) > 0
+    assert seen[:15].all()
+    assert not seen[26:].any()  # the sum of weights is below 1e-31 (float64: 1e-292), the smallest normal number over eps
+    torch.testing.assert_close(out[:, seen].double().cpu(), want[:, seen], rtol=1e-5, atol=1e-5)
+    found = gradients(out.square(), inputs)
+    assert all(x.isfinite().all() for x in found)
+    assert not any(x[:, 26:].any() for x in found[:3])
+    state = PowerState(*(torch.zeros_like(x, dtype=dtype, device=impl.device) for x in begun(1, 1, 8, 5)))
+    for token in range(32):
+        now = slice(token, token + 1)
+        one, state = power_attention(*(x[:, now] for x in inputs), state=state, return_state=True, impl=impl)
+        torch.testing.assert_close(one, out[:, now], rtol=1e-4, atol=1e-4)
+
+
 def test_only_queries_without_weights_are_zero(impl):
     """Queries that see nothing give 0; later ones that see something do not, across chunks."""
     q, k, v, gate = made(1, 30, 1, 1, 8, 5, dtype=torch.float32)
@@ -299,11 +341,12 @@ def test_nothing_passes_a_shut_gate_backwards(impl):
 
 
 @pytest.mark.parametrize(("power", "chunk"), [(2, None), (2, 2), (4, None), (4, 2)])
-@pytest.mark.parametrize("sizes", [(0, 5, 4, 2, 8, 3), (2, 0, 4, 2, 8, 3)], ids=["batch", "sequence"])
-def test_empty(impl, sizes, power, chunk):
+@pytest.mark.parametrize("d", [8, 5])
+@pytest.mark.parametrize("sizes", [(0, 5, 4, 2), (2, 0, 4, 2), (0, 0, 4, 2)], ids=["batch", "sequence", "both"])
+def test_empty(impl, sizes, d, power, chunk):
     """Without tokens, a state and its gradient pass unchanged; an empty batch gives empty results."""
-    inputs, options = leaves(*made(*sizes), device=impl.device), dict(power=power, chunk_size=chunk, impl=impl)
-    state = PowerState(*leaves(*begun(sizes[0], 2, 8, 3, power), device=impl.device))
+    inputs, options = leaves(*made(*sizes, d, 3), device=impl.device), dict(power=power, chunk_size=chunk, impl=impl)
+    state = PowerState(*leaves(*begun(sizes[0], 2, d, 3, power), device=impl.device))
     assert power_attention(*inputs, **options).shape == (*sizes[:3], 3)
     out, new = power_attention(*inputs, state=state, return_state=True, **options)
     assert out.shape == (*sizes[:3], 3)
@@ -338,6 +381,17 @@ def test_scale_cancels():
     for scale in (1.0, -3.0, 1e-30, 1e30):
         for chunk in (None, 16):
             torch.testing.assert_close(power_attention(*inputs, scale=scale, chunk_size=chunk), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_scale_cancels_in_second_derivatives(scale):
+    """They come from the reference, where a power of the scale would not be finite."""
+    inputs = made(1, 6, 1, 1, 4)
+    for impl in ("reference", "numba"):
+        firsts = [torch.autograd.grad(power_attention(*inputs, scale=s, impl=impl).square().sum(), inputs, create_graph=True)
+                  for s in (scale, 1.0)]  # fmt: skip
+        seconds = [gradients(sum(x.square().sum() for x in first), inputs) for first in firsts]
+        torch.testing.assert_close(seconds[0], seconds[1], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -12,7 +12,7 @@ from ..op.dtypes import accumulator
 from ..power import PowerState, power_attention, sympow, sympow_dim
 from ..power._dense.arguments import number
 from ..power._dense.reference import product
-from ..power.power_attention.reference import length, scale_of, sums_of_gates, threshold
+from ..power.power_attention.reference import is_rounding, least_share, length, sums_of_gates
 
 __all__ = ["power_retention", "power_retention_inference"]
 
@@ -136,16 +136,16 @@ def power_retention_inference(
     folds = switch_over_seq_len is not None and n["T"] >= switch_over_seq_len
     if folds:
         _check_stated(name, deg)
-    out = _last(Q, K, V, log_G, state, deg, scale_of(Q, scale))
+    out = _last(Q, K, V, log_G, state, deg, scale)
     if folds:
         _, state = power_attention(K, K, V, log_G, power=deg, state=state, return_state=True)
         return out, state.S, state.z
     return out, initial_state, sum_of_keys
 
 
-def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerState | None, deg: int, scale: float) -> Tensor:
+def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerState | None, deg: int, scale: float | None) -> Tensor:
     """The results of only the last tokens, in plain PyTorch, since a cache has few queries and keys."""
-    (B, rows, hq, _), (T, h), factor = Q.shape, K.shape[1:3], scale**deg
+    (B, rows, hq, _), (T, h) = Q.shape, K.shape[1:3]
     wide = accumulator(Q, K, V, log_G, *(() if state is None else state[:2]))
     x = Q.to(wide).reshape(B, rows, h, hq // h, Q.shape[3]).permute(0, 2, 3, 1, 4)  # [B, h, groups, Tq, d]
     keys, values = (t.to(wide).transpose(1, 2)[:, :, None] for t in (K, V))
@@ -154,18 +154,18 @@ def _last(Q: Tensor, K: Tensor, V: Tensor, log_G: Tensor | None, state: PowerSta
     token = torch.arange(T, device=Q.device)
     seen = token <= torch.arange(T - rows, T, device=Q.device)[:, None]
     decay = (since[..., :, None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp().to(wide)
-    weights = torch.where(seen, product(x, keys.mT), 0) ** deg * decay * factor
+    weights = torch.where(seen, product(x, keys.mT), 0) ** deg * decay
     total, norm = product(weights, values), weights.sum(-1, keepdim=True)
     most = product(decay, length(keys, deg)[..., None])
     if state is not None:
         S, z, norms = (t.to(wide) for t in state)
         left = since.exp().to(wide)[..., None]
-        phi = sympow(x, deg) * (factor * left)
+        phi = sympow(x, deg) * left
         total = total + product(phi, S[:, :, None])
         norm = norm + product(phi, z[:, :, None, :, None])
         most = most + left * norms[..., None, None, None]
-    most = (most * factor * length(x, deg)[..., None]).detach()
-    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)  # only rounding error
+    most = (most * length(x, deg)[..., None]).detach()
+    dead = is_rounding(norm.detach(), most, least_share(wide, Q, scale))
     out = torch.where(dead, 0, total / torch.where(dead, 1, norm))
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(Q.dtype)
 

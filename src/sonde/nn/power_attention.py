@@ -154,7 +154,7 @@ class PowerAttention(nn.Module):
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # bfloat16 rounds a logit of 8 by up to 0.03
             with torch.autocast(kind, enabled=False):
-                logits = self.g_proj(x.to(torch.promote_types(x.dtype, torch.float32)))
+                logits = self.g_proj(x.to(self.g_proj.weight.dtype))
         else:
             logits = self.g_proj(x)
         return F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))

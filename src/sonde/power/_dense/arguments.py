@@ -59,6 +59,10 @@ def number(name: str, argument: str, value: Any) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: {argument} must be a number; got {checks.kind(value)}")
-    if not abs(value) < float("inf"):
-        raise ValueError(f"{name}: {argument} must be finite; got {value}")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # an integer
+        found = float("inf")
+    if not abs(found) < float("inf"):
+        raise ValueError(f"{name}: {argument} must be finite; got {found}")
+    return found

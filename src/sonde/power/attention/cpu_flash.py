@@ -15,9 +15,9 @@ from ...op.torch_private import flash_attention, flash_attention_backward
 
 
 def applies(x: Tensor, y: Tensor, scale: float) -> bool:
-    """Whether no logit can be infinite or NaN."""
-    largest = x.abs().max().double() * y.abs().max() * x.shape[3] * abs(scale)
-    return bool(largest < torch.finfo(x.dtype).max)
+    """Whether no logit can be infinite or NaN, and the scale keeps the −∞ of masked keys, which the kernel multiplies by it."""
+    largest = x.abs().max().double() * y.abs().max() * x.shape[3] * scale
+    return scale > torch.finfo(torch.float32).tiny and bool(largest < torch.finfo(x.dtype).max)
 
 
 def attend(x: Tensor, y: Tensor, z: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from .gpu_configs import Config, Problem, Strides
 from .reference import scale_of
 
 FORCE_INT64 = False
+SMALLEST = 2.0**-120  # scales of logits; 0 times the −∞ of a masked key would be NaN
 
 
 def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
@@ -110,7 +111,7 @@ def _constants(p: Problem) -> tuple:
 
 def launch_attend(p: Problem, c: Config) -> Launch:
     grid = (cdiv(p.T, c.block_m), p.B * p.h * p.groups, 1)
-    sizes = (*_heads(p), *p.q, *p.k, *p.v, *parts(abs(p.scale)))
+    sizes = (*_heads(p), *p.q, *p.k, *p.v, *parts(max(abs(p.scale), SMALLEST)))
     first, rest = _constants(p)[:5], _constants(p)[5:]
     constants = (*first, p.scale < 0, c.described, *rest, c.block_m, c.block_n)
     m, n = (1, 1, c.block_m, p.d), (1, 1, c.block_n)

@@ -15,7 +15,7 @@ from ...op.plan import Determinism
 from .._dense.reference import residual_dtype
 from .._sympow.basis import BLOCK, default_tile, dimension
 from .._sympow.cpu import CpuBasis
-from .reference import LEAST_GATE, length, rows_of_chunk, scale_of, threshold
+from .reference import LEAST_GATE, is_rounding, least_share, length, rows_of_chunk
 
 ROWS = 256  # of weights at a time
 
@@ -88,8 +88,8 @@ def forward_pass(
     given = dict(q=q, k=k, v=v, log_gate=log_gate, S=S, z=z, norms=norms)
     p = CpuPass(wide, given)
     (B, T, hq, d), (h, e), dtype = q.shape, v.shape[2:], q.dtype
-    D, size, dead = dimension(d, power, default_tile(d)), rows_of_chunk(T, d, e, power, chunk_size), scale_of(q, scale) == 0
-    basis, several, least = CpuBasis(d, power, default_tile(d), True, wide), size < T, threshold(wide)
+    D, size, least = dimension(d, power, default_tile(d)), rows_of_chunk(T, d, e, power, chunk_size), least_share(wide, q, scale)
+    basis, several = CpuBasis(d, power, default_tile(d), True, wide), size < T
     state = [(B, h, D, e), (B, h, D), (B, h)] if return_state else [(B, T, 0)] * 3
     chunks = -(-T // size)
     kept = [(B, chunks, h, D, e), (B, chunks, h, D)] if several else [(B, T, 0)] * 2
@@ -111,7 +111,7 @@ def forward_pass(
                 if several and past is not None:
                     states[b, n, i], moments[b, n, i] = past[0], past[1]
                 for rows in _blocks(chunk.rows.stop - chunk.rows.start):
-                    values, rate = _outputs(head, chunk, rows, past, basis, power, 2.0 if dead else least)
+                    values, rate = _outputs(head, chunk, rows, past, basis, power, least)
                     at = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
                     out[b, at, these], rates[b, at, these] = values.transpose(0, 1).to(dtype), rate.mT
                     if lost:
@@ -153,7 +153,7 @@ def _outputs(
                 norm[g, block] += phi @ past[1]
         most = most + since * past[2]
     most = most * length(x, power)
-    dead = (norm <= least * most) & (most < torch.inf)
+    dead = is_rounding(norm, most, least)
     rate = torch.where(dead, 0, 1 / norm)
     return torch.where(dead[..., None], 0, total * rate[..., None]), rate
 

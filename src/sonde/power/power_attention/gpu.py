@@ -22,7 +22,7 @@ from .._sympow.basis import default_tile, dimension
 from .._sympow.gpu import basis
 from . import gpu_any_power, gpu_launches
 from .gpu_configs import Past, Problem, Strides
-from .reference import kept_dtype, rows_of_chunk, scale_of, threshold
+from .reference import kept_dtype, least_share, rows_of_chunk
 
 FORCE_INT64 = False
 KEPT = ("S", "z", "norms")
@@ -55,7 +55,7 @@ def problem_of(
     extent = max([T * abs(s[2]) for s in strides] + [T * hq * max(d, e)])
     problem = Problem(
         B, h, hq // max(1, h), T, C, -(-T // C), d, e, power, tile, dimension(d, power, tile), gate is not None,
-        T > C or S is not None, S is not None, return_state, 2.0 if scale_of(q, scale) == 0 else threshold(wide),
+        T > C or S is not None, S is not None, return_state, least_share(wide, q, scale),
         strides[0], strides[1], strides[2], strides[3], strides[4],
         (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1)),
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,

@@ -206,7 +206,7 @@ def key_config(p: Problem) -> Config:
     if not p.half:
         if p.widest > 64:
             return Config(16, 16, 0, 8, 1)
-        return Config(16, 16, 0, 4, 1) if p.wide == torch.float32 else Config(16, 32, 0, 4, 1)
+        return Config(16, 16, 0, 4, 1)
     if p.widest > 128:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
@@ -217,7 +217,7 @@ def key_config(p: Problem) -> Config:
 def key_candidates(p: Problem) -> list[Config]:
     shapes = [(64, 32, 4, 1), (64, 64, 4, 1), (128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 2), (64, 16, 4, 3)]
     if not p.half:
-        shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 32, 4, 1)]
+        shapes = [(16, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1)]
     return [key_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.powers import power_columns
-from .gpu_states import LEAST_GATE
+from .gpu_states import LEAST_GATE, is_rounding
 
 
 @triton.jit(do_not_specialize=["h", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head", "g_batch", "g_head", "least"])
@@ -94,7 +94,7 @@ def _step(
             length = length * length
         total, weights = tl.sum(totals[g], 0), tl.sum(sums[g], 0)
         most = norm * length
-        dead = (weights <= least * most) & (most < float("inf"))
+        dead = is_rounding(weights, most, least)
         rate = tl.where(dead, 0, 1 / weights)
         found = tl.where(dead, 0, total * rate)
         row = row_of * GROUPS + g

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.product import nearest
 from .._device.tiles import load, load_columns, load_rows, multiple, places
-from .gpu_states import SIZES
+from .gpu_states import SIZES, is_rounding
 
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
 
@@ -148,7 +148,7 @@ def _outputs(
     if POWER == 4:
         length = length * length
     most *= length
-    dead = (norm <= least * most) & (most < float("inf"))
+    dead = is_rounding(norm, most, least)
     rate = tl.where(dead, 0, 1 / norm)
     if COMMON == ACC and PRECISION != "tf32":
         divisor = norm

@@ -12,6 +12,14 @@ from .._device.tiles import load, load_rows, multiple, places
 SIZES = ["h", "groups", "T", "C", "chunks"]
 X, Y = ["x_batch", "x_head", "x_row"], ["y_batch", "y_head", "y_row"]
 LEAST_GATE = tl.constexpr(-1000.0)  # as in the reference
+SMALLEST, SMALLEST_64 = tl.constexpr(2.0**-103), tl.constexpr(2.0**-970)  # sums of weights; the smallest normal number over eps
+
+
+@triton.jit
+def is_rounding(norm, most, least):
+    """Whether a sum of weights is only rounding error, as in the reference."""
+    smallest = SMALLEST_64 if norm.dtype == tl.float64 else SMALLEST
+    return (norm <= tl.maximum(least * most, smallest)) & (most < float("inf"))
 
 
 @triton.jit

@@ -29,18 +29,17 @@ def power_attention(
     decay = (G[..., :, None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp().to(wide)
     left = G.exp().to(wide)[..., None]  # share of the initial state that is left
     keys, values_of, decays, lefts = (t.repeat_interleave(groups, 1) for t in (y, values, decay, left))
-    factor = scale_of(q, scale) ** power
-    weights = torch.where(seen, product(x, keys.mT), 0) ** power * decays * factor
+    weights = torch.where(seen, product(x, keys.mT), 0) ** power * decays  # without σ, which cancels
     total, norm = product(weights, values_of), weights.sum(-1, keepdim=True)
     lengths = length(y, power)
     most = product(decay, lengths[..., None])
     if S is not None and z is not None and norms is not None:
-        phi = power_of(x, power, tile, True) * (factor * lefts)
+        phi = power_of(x, power, tile, True) * lefts
         total = total + product(phi, S.to(wide).repeat_interleave(groups, 1))
         norm = norm + product(phi, z.to(wide)[..., None].repeat_interleave(groups, 1))
         most = most + left.detach() * norms.to(wide)[..., None, None]
-    most = most.detach().repeat_interleave(groups, 1) * (factor * length(x, power)[..., None])
-    dead = (norm.detach() <= threshold(wide) * most) & (most < torch.inf)
+    most = most.detach().repeat_interleave(groups, 1) * length(x, power)[..., None]
+    dead = is_rounding(norm.detach(), most, least_share(wide, q, scale))
     out = torch.where(dead, 0, total / torch.where(dead, 1, norm)).transpose(1, 2).to(q.dtype)
     nothing = out.detach()[..., 0, :0]
     made = _state(y, values, G, S, z, norms, power, tile, wide) if return_state else [nothing.to(wide)] * 3
@@ -79,9 +78,16 @@ def length(x: Tensor, power: int) -> Tensor:
     return found
 
 
-def threshold(wide: torch.dtype) -> float:
-    """A sum of weights below this share of its largest possible value is only rounding error."""
-    return 64 * torch.finfo(wide).eps
+def is_rounding(norm: Tensor, most: Tensor, least: float) -> Tensor:
+    """Whether a sum of weights is only rounding error: below the share `least` of its largest possible value, or so small that
+    weights underflow, and gradients, which are divided by it, overflow."""
+    about = torch.finfo(norm.dtype)
+    return (norm <= (least * most).clamp(min=about.tiny / about.eps)) & (most < torch.inf)
+
+
+def least_share(wide: torch.dtype, q: Tensor, scale: float | None) -> float:
+    """See ``is_rounding``. A scale of 0 makes all weights 0, which no share of 2 exceeds."""
+    return 2.0 if scale_of(q, scale) == 0 else 64 * torch.finfo(wide).eps
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
