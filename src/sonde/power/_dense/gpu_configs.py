@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...jit.kernel import Unsupported
 from ...jit.launch import Launch, cdiv
 
 Strides = tuple[int, int, int]  # of batch, row and column
+MOST = 65_535  # programs along the second or third axis of a grid
 
 
 class Problem(NamedTuple):
@@ -68,6 +70,19 @@ def candidate_configs(p: Problem) -> list[Config]:
     return [first, *found, *(Config(m, n, k, 8, w, s) for m, n, k, w, s in plain)]
 
 
+def batch_grid(programs: int, batch: int) -> tuple[int, int, int]:
+    """A grid of `programs` for each entry of the batch, which is the second and third axis: one has MOST programs at most."""
+    if batch <= MOST:
+        return programs, batch, 1
+    parts = next((n for n in range(cdiv(batch, MOST), MOST + 1) if batch % n == 0), None)
+    if parts is None or batch >= 2**31:
+        raise Unsupported(
+            f"a GPU has no grid for a batch of {batch} (times heads), which has no divisors from {cdiv(batch, MOST)} to {MOST}. "
+            "Add an entry to the batch, or split it"
+        )
+    return programs, batch // parts, parts
+
+
 def fits(p: Problem, config: Config) -> bool:
     """Descriptors need `described`; tiles must have sizes that matrix units accept."""
     return (p.described or not config.described) and min(config[:3]) >= 16
@@ -82,7 +97,7 @@ def blocks(p: Problem, config: Config) -> tuple[tuple[int, tuple[int, ...]], ...
 
 def launch_product(p: Problem, config: Config, programs: int, constants: tuple) -> Launch:
     tiles = cdiv(p.M, config.block_m) * cdiv(p.N, config.block_n)
-    grid = (min(tiles, programs) if config.described else tiles, p.B, 1)
+    grid = batch_grid(min(tiles, programs) if config.described else tiles, p.B)
     described = dict(descriptors=blocks(p, config)) if config.described else {}
     found = Launch(grid, (p.M, p.N, p.K, *p.a, *p.b), constants, config.num_warps, config.num_stages, **described)  # type: ignore
     scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]

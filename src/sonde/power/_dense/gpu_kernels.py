@@ -13,7 +13,7 @@ from ... import jit
 from ...jit.launch import Launch
 from ...jit.launch import accumulator as triton_dtype
 from .._device.product import add_described_products, add_products
-from .._device.tiles import grouped, multiple, places, step
+from .._device.tiles import batch_program, grouped, multiple, places, step
 from .gpu_configs import Config, Problem, candidate_configs, default_config, fits, launch_product
 
 
@@ -55,7 +55,7 @@ def _product(
     else:
         M, N, K = multiple(M, UNITS[4]), multiple(N, UNITS[5]), multiple(K, UNITS[6])
         i, j = grouped(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
-        batch = tl.program_id(1).to(tl.int64)
+        batch = batch_program()
         m, n, k = places(i * BM, BM, OFFSET), places(j * BN, BN, OFFSET), places(0, BK, OFFSET)
         a_step, b_step = step(a_column, UNITS[1]), step(b_row, UNITS[2])
         a_tile = a + batch * multiple(a_batch, max(UNITS[0], UNITS[1])) + (m[:, None] * step(a_row, UNITS[0]) + k[None, :] * a_step)

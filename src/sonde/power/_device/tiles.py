@@ -31,6 +31,19 @@ def places(first, BLOCK: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def batch_program():
+    """This program's number along the batch, which is the second and third axis of the grid together (see ``batch_grid``)."""
+    return (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)
+
+
+@triton.jit
+def head_program(heads):
+    """Where the batch counts heads: this program's number along it, its entry and its head, divided as int32, which is quicker."""
+    program = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    return program.to(tl.int64), (program // heads).to(tl.int64), (program % heads).to(tl.int64)
+
+
+@triton.jit
 def grouped(program, rows, columns, GROUP: tl.constexpr):
     """The row and column of a program's tile: programs walk through GROUP rows of tiles at once, so that neighbours share reads."""
     per_group = GROUP * columns

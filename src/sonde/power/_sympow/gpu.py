@@ -15,6 +15,7 @@ from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from .._dense.gpu import Slab, common_dtype, units
+from .._dense.gpu_configs import batch_grid
 from .._dense.gpu_kernels import TRITON
 from . import gpu_configs, gpu_kernels
 from .basis import Basis, dimension, tables, tile_count
@@ -88,13 +89,13 @@ def _numbers(p: Problem) -> tuple:
 
 
 def launch_times(p: Problem, c: Config) -> Launch:
-    grid = (cdiv(p.R, c.block_r) * cdiv(p.N, c.block_n), p.B, 1)
+    grid = batch_grid(cdiv(p.R, c.block_r) * cdiv(p.N, c.block_n), p.B)
     limit = 255 if p.common == torch.float32 else None  # without this limit the assembler targets 80 registers and spills two
     return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages, registers=limit)
 
 
 def launch_sums(p: Problem, c: Config) -> Launch:
-    grid = (cdiv(p.D, c.block_d) * cdiv(p.N, c.block_n), p.B, 1)
+    grid = batch_grid(cdiv(p.D, c.block_d) * cdiv(p.N, c.block_n), p.B)
     return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages)
 
 
@@ -108,7 +109,7 @@ def launch_gradient(p: Problem, c: Config) -> Launch:
         p.d, p.straight, tile_count(p.d // T, less) * T**less, p.power, T, T**p.power, T**less, p.scaled, triton_dtype(p.wide),
         TRITON[p.common], p.precision, _far(p), p.units, c.block_r, max(16, c.block_n), c.block_d,
     )  # fmt: skip
-    return Launch((cdiv(p.R, c.block_r), p.d, p.B), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
+    return Launch(batch_grid(cdiv(p.R, c.block_r) * p.d, p.B), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
 
 
 def launch_paired_gradient(p: Problem, c: Config) -> Launch:
@@ -116,7 +117,7 @@ def launch_paired_gradient(p: Problem, c: Config) -> Launch:
         p.d, p.straight, p.T, power_of_2(p.d // p.T), p.scaled, triton_dtype(p.wide), TRITON[p.common], p.precision, _far(p),
         p.units, c.block_r, max(16, c.block_n),
     )  # fmt: skip
-    return Launch((cdiv(p.R, c.block_r), p.B, 1), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
+    return Launch(batch_grid(cdiv(p.R, c.block_r), p.B), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
 
 
 def fits(p: Problem, c: Config) -> bool:

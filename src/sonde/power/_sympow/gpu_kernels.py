@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.powers import choose, exact, outer_columns, outer_rows, power_columns
 from .._device.product import landed
-from .._device.tiles import load, multiple, places, step
+from .._device.tiles import batch_program, load, multiple, places, step
 
 STRIDES = ["x_batch", "x_row", "x_column", "y_batch", "y_row", "y_column", "z_batch", "z_row", "z_column"]
 SIZES = ["R", "N", *STRIDES]
@@ -105,7 +105,7 @@ def _times(
 ):
     N = multiple(N, UNITS[6])
     across = tl.cdiv(N, BN)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_program()
     row = places(tl.program_id(0) // across * BR, BR, OFFSET)
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
     in_rows, in_columns = (row < R)[:, None], (column < N)[None, :]
@@ -186,7 +186,7 @@ def _sums(
 ):
     N = multiple(N, UNITS[6])
     across = tl.cdiv(N, BN)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_program()
     tile = tl.program_id(0) // across
     k = tile * BD + tl.arange(0, BD)  # columns of φ
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
@@ -287,9 +287,9 @@ def _gradient(
     """∂x_j: insert j at every position of every product of P − 1 other indices; each resulting column of φ occurs once."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
-    batch = tl.program_id(2).to(tl.int64)
-    row = places(tl.program_id(0) * BR, BR, OFFSET)
-    j = tl.program_id(1)
+    batch, blocks = batch_program(), tl.cdiv(R, BR)
+    row = places(tl.program_id(0) % blocks * BR, BR, OFFSET)
+    j = tl.program_id(0) // blocks
     s, digit = j // T, j % T
     in_rows = (row < R)[:, None]
     x_step = step(x_column, UNITS[1])
@@ -377,7 +377,7 @@ def _paired_gradient(
     """The same for power 2: one fragment of ∂φ gives the gradients of both pieces; those of the rows stay in registers."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_program()
     row = places(tl.program_id(0) * BR, BR, OFFSET)
     in_rows = (row < R)[:, None]
     x_step = step(x_column, UNITS[1])

@@ -15,6 +15,7 @@ from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype, is_aligned
+from .._dense.gpu_configs import batch_grid
 from .._dense.gpu_kernels import TRITON
 from .._dense.reference import residual_dtype
 from .._sympow.gpu import parts
@@ -110,7 +111,7 @@ def _constants(p: Problem) -> tuple:
 
 
 def launch_attend(p: Problem, c: Config) -> Launch:
-    grid = (cdiv(p.T, c.block_m), p.B * p.h * p.groups, 1)
+    grid = batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups)
     sizes = (*_heads(p), *p.q, *p.k, *p.v, *parts(max(abs(p.scale), SMALLEST)))
     first, rest = _constants(p)[:5], _constants(p)[5:]
     constants = (*first, p.scale < 0, c.described, *rest, c.block_m, c.block_n)
@@ -121,17 +122,17 @@ def launch_attend(p: Problem, c: Config) -> Launch:
 
 def launch_dots(p: Problem, c: Config) -> Launch:
     constants = p.e, power_of_2(max(16, p.e)), triton_dtype(p.wide), tl.int64 if p.far else tl.int32, p.units, c.block_m
-    return Launch((cdiv(p.T, c.block_m), p.B * p.h * p.groups, 1), (*_heads(p), *p.out, *p.grad), constants, c.num_warps)
+    return Launch(batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups), (*_heads(p), *p.out, *p.grad), constants, c.num_warps)
 
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
     sizes = (*_heads(p), *p.q, *p.k, *p.v, *p.grad, *parts(p.scale))
-    grid = (cdiv(p.T, c.block_m), p.B * p.h * p.groups, 1)
+    grid = batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups)
     return Launch(grid, sizes, (*_constants(p), c.block_m, c.block_n), c.num_warps, c.num_stages)
 
 
 def launch_key_gradients(p: Problem, c: Config) -> Launch:
-    return launch_query_gradients(p, c)._replace(grid=(cdiv(p.S, c.block_n), p.B * p.h, 1))
+    return launch_query_gradients(p, c)._replace(grid=batch_grid(cdiv(p.S, c.block_n), p.B * p.h))
 
 
 def fits(p: Problem, c: Config) -> bool:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.powers import exact
 from .._device.softmax import add_block
-from .._device.tiles import load_columns, load_rows, multiple, places
+from .._device.tiles import head_program, load_columns, load_rows, multiple, places
 
 HEADS = ["B_h", "groups", "T", "S"]
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
@@ -34,8 +34,8 @@ def add_keys(
     for start in range(first, last, BN):
         j = places(start, BN, OFFSET)
         if DESCRIBED:
-            keys = k.load([batch, shared, start, 0]).reshape(BN, BD).T
-            values = v.load([batch, shared, start, 0]).reshape(BN, BE)
+            keys = k.load([batch.to(tl.int32), shared.to(tl.int32), start, 0]).reshape(BN, BD).T
+            values = v.load([batch.to(tl.int32), shared.to(tl.int32), start, 0]).reshape(BN, BE)
         else:
             keys, values = load_columns(k, j, S, k_step, D, BD, COMMON), load_rows(v, j, S, v_step, E, BE, COMMON)
         logits = tl.dot(queries, keys, input_precision=PRECISION, out_dtype=total.dtype)
@@ -86,17 +86,17 @@ def _attend(
     BN: tl.constexpr,
 ):
     heads = B_h * groups
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    query_row, batch, head = head_program(heads)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # long rows first
     i = places(first, BM, OFFSET)
     shared = head // groups
     k_step, v_step = multiple(k_row, UNITS[1]), multiple(v_row, UNITS[2])
     if DESCRIBED:
-        queries = q.load([batch, head, first, 0]).reshape(BM, BD)
+        queries = q.load([batch.to(tl.int32), head.to(tl.int32), first, 0]).reshape(BM, BD)
     else:
-        k += batch.to(tl.int64) * multiple(k_batch, UNITS[1]) + shared.to(tl.int64) * multiple(k_head, UNITS[1])
-        v += batch.to(tl.int64) * multiple(v_batch, UNITS[2]) + shared.to(tl.int64) * multiple(v_head, UNITS[2])
-        q += batch.to(tl.int64) * multiple(q_batch, UNITS[0]) + head.to(tl.int64) * multiple(q_head, UNITS[0])
+        k += batch * multiple(k_batch, UNITS[1]) + shared * multiple(k_head, UNITS[1])
+        v += batch * multiple(v_batch, UNITS[2]) + shared * multiple(v_head, UNITS[2])
+        q += batch * multiple(q_batch, UNITS[0]) + head * multiple(q_head, UNITS[0])
         queries = load_rows(q, i, T, multiple(q_row, UNITS[0]), D, BD, COMMON)
     factor = exact(scale, scale_low, ACC) * 1.4426950408889634  # logits are exponents of two
     total = tl.zeros([BM, BE], ACC)
@@ -112,7 +112,7 @@ def _attend(
         total, norm, most, queries, k, v, batch, shared, whole, end, i, S, k_step, v_step, factor, True, CAUSAL, NEGATIVE,
         DESCRIBED, D, E, BD, BE, BN, COMMON, PRECISION, OFFSET,
     )  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * T + i
+    row = query_row * T + i
     column = tl.arange(0, BE)[None, :]
     found = total / tl.where(S == 0, 1, norm)[:, None]
     rounded, inside = found.to(out.dtype.element_ty), (i < T)[:, None] & (column < E)
@@ -146,17 +146,17 @@ def _dots(
     BM: tl.constexpr,
 ):
     heads = B_h * groups
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query_row, batch, head = head_program(heads)
     i = places(tl.program_id(0) * BM, BM, OFFSET)
     x = load_rows(
         out + batch * multiple(o_batch, UNITS[3]) + head * multiple(o_head, UNITS[3]), i, T, multiple(o_row, UNITS[3]), E, BE, ACC
     )
     if lost is not None:
-        x += load_rows(lost + tl.program_id(1).to(tl.int64) * T * E, i, T, E, E, BE, ACC)
+        x += load_rows(lost + query_row * T * E, i, T, E, E, BE, ACC)
     y = load_rows(
         grad + batch * multiple(g_batch, UNITS[4]) + head * multiple(g_head, UNITS[4]), i, T, multiple(g_row, UNITS[4]), E, BE, ACC
     )
-    tl.store(dots + tl.program_id(1).to(tl.int64) * T + i, tl.sum(x * y, 1), mask=i < T)
+    tl.store(dots + query_row * T + i, tl.sum(x * y, 1), mask=i < T)
 
 
 @triton.jit(do_not_specialize=[*HEADS, *QKV, *REST, *SCALE])
@@ -201,10 +201,10 @@ def _query_gradients(
 ):
     """∂q of some rows: Σ_j ∂logit · k_j, where ∂logit = weight · (∂out · v_j − ∂out · out)."""
     heads = B_h * groups
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query_row, batch, head = head_program(heads)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     i = places(first, BM, OFFSET)
-    row = tl.program_id(1).to(tl.int64) * T + i
+    row = query_row * T + i
     k_step, v_step = multiple(k_row, UNITS[1]), multiple(v_row, UNITS[2])
     k += batch * multiple(k_batch, UNITS[1]) + head // groups * multiple(k_head, UNITS[1])
     v += batch * multiple(v_batch, UNITS[2]) + head // groups * multiple(v_head, UNITS[2])
@@ -280,7 +280,7 @@ def _key_gradients(
     BN: tl.constexpr,
 ):
     """∂k = Σ_i ∂logit · q_i and ∂v = Σ_i weight · ∂out_i of some keys, over the heads of queries that share them."""
-    batch, shared = (tl.program_id(1) // B_h).to(tl.int64), (tl.program_id(1) % B_h).to(tl.int64)
+    key_row, batch, shared = head_program(B_h)
     first = tl.program_id(0) * BN
     j = places(first, BN, OFFSET)
     q_step, g_step = multiple(q_row, UNITS[0]), multiple(g_row, UNITS[4])
@@ -328,7 +328,7 @@ def _key_gradients(
                 toward = tl.dot(values, incoming.T, input_precision=PRECISION, out_dtype=ACC)
                 d_logits = (weights * (toward - dot[None, :])).to(COMMON)
                 to_keys = tl.dot(d_logits, queries, to_keys, input_precision=PRECISION, out_dtype=ACC)
-    row = tl.program_id(1).to(tl.int64) * S + j
+    row = key_row * S + j
     if d_k is not None:
         column = tl.arange(0, BD)[None, :]
         tl.store(d_k + row[:, None] * D + column, (to_keys * factor).to(d_k.dtype.element_ty), mask=(j < S)[:, None] & (column < D))

@@ -52,12 +52,13 @@ def problem_of(
     common = common_dtype(*(p.slots[slot].dtype for name, (slot, _) in found.items() if name != "out"))
     if common == torch.float16:  # weights and states would overflow, so multiply in tf32, which has as many digits
         common, tf32 = torch.float32, not interpreting() and torch.version.hip is None
-    extent = max([T * abs(s[2]) for s in strides] + [T * hq * max(d, e)])
+    gates = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1))
+    extent = max([T * abs(s[2]) for s in (*strides, gates)] + [T * hq * max(d, e)])
     problem = Problem(
         B, h, hq // max(1, h), T, C, -(-T // C), d, e, power, tile, dimension(d, power, tile), gate is not None,
         T > C or S is not None, S is not None, return_state, least_share(wide, q, scale),
         strides[0], strides[1], strides[2], strides[3], strides[4],
-        (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1)),
+        gates,
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,
         precision="tf32" if tf32 and common == torch.float32 else "ieee",
         exact="tf32x3" if tf32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,

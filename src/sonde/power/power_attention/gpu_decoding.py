@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.powers import power_columns
+from .._device.tiles import head_program
 from .gpu_states import LEAST_GATE, is_rounding
 
 
@@ -49,8 +50,7 @@ def _step(
     BE: tl.constexpr,
 ):
     """One token: the state is read once, written once, and applied to the queries on the way."""
-    row_of = tl.program_id(1).to(tl.int64)
-    batch, head = row_of // h, row_of % h
+    row_of, batch, head = head_program(h)
     column, number = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, BD)
     q += batch * q_batch + head * GROUPS * q_head
     k += batch * k_batch + head * k_head

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.product import nearest
-from .._device.tiles import load, load_rows, multiple, places
+from .._device.tiles import head_program, load, load_rows, multiple, places
 from .gpu_kernels import QKV
 from .gpu_states import LEAST_GATE, SIZES
 
@@ -44,8 +44,7 @@ def _row_factors(
     BM: tl.constexpr,
 ):
     heads = h * groups
-    row_of = tl.program_id(1).to(tl.int64)
-    batch, head = row_of // heads, row_of % heads
+    row_of, batch, head = head_program(heads)
     i = places(tl.program_id(0) * BM, BM, OFFSET)
     inside = i < T
     at = batch * multiple(o_batch, UNITS[3]) + head * multiple(o_head, UNITS[3])
@@ -160,8 +159,7 @@ def _query_gradients(
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     heads = h * groups
-    row_of = tl.program_id(1).to(tl.int64)
-    batch, head = row_of // heads, row_of % heads
+    row_of, batch, head = head_program(heads)
     shared = head // groups
     start, first = chunk * C, chunk * C + block * BM
     stop = tl.minimum(start + C, T)
@@ -312,8 +310,7 @@ def _key_gradients(
     """∂k_j and ∂v_j = Σ_i rate_i w_ij ∂out_i, over the heads of queries that share the keys."""
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks  # long columns first
-    row_of = tl.program_id(1).to(tl.int64)
-    batch, shared = row_of // h, row_of % h
+    row_of, batch, shared = head_program(h)
     heads = h * groups
     first = chunk * C + block * BM
     stop = tl.minimum(chunk * C + C, T)
@@ -412,8 +409,8 @@ def _gate_gradient(
     The sums before and after a chunk are both known, from rounded states. Where they disagree, the difference is spread over the
     chunk. If it is not finite, the sum starts from the end, so that gates after an infinite query have finite gradients.
     """
-    chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row_of // h, row_of % h
+    chunk = tl.program_id(0)
+    row_of, batch, head = head_program(h)
     start = chunk * C
     stop = tl.minimum(start + C, T)
     before, after, gains = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
@@ -441,6 +438,6 @@ def _gate_gradient(
         share = (first + t + doubt_before).to(tl.float64) / (stop - start + doubt_before + doubt_after)
         found = tl.where(backwards, total - tl.cumsum(gain, 0), total + tl.cumsum(gain, 0) - gain + drift * share)
         total += tl.where(backwards, -tl.sum(gain, 0), tl.sum(gain, 0))
-        gate = tl.load(log_gate + batch * g_batch + head * g_head + i * g_row, mask=inside, other=0)
+        gate = tl.load(log_gate + batch * g_batch + head * g_head + i.to(tl.int64) * g_row, mask=inside, other=0)
         found = tl.where(gate < LEAST_GATE, 0, found)
         tl.store(d_log_gate + (batch * T + i) * h + head, found.to(d_log_gate.dtype.element_ty), mask=inside)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._device.product import nearest
-from .._device.tiles import load, load_columns, load_rows, multiple, places
+from .._device.tiles import head_program, load, load_columns, load_rows, multiple, places
 from .gpu_states import SIZES, is_rounding
 
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
@@ -100,7 +100,7 @@ def _outputs(
     blocks = tl.cdiv(C, BM)
     chunk, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks  # long rows first
     heads = h * groups
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query_row, batch, head = head_program(heads)
     shared = head // groups
     start, first = chunk * C, chunk * C + block * BM
     stop = tl.minimum(start + C, T)
@@ -134,7 +134,7 @@ def _outputs(
     total, norm, divisor = total * later[:, None], norm * later, divisor * later
     if past is not None:  # noqa: SIM102 (decided at compile time)
         if (chunk > 0) | BEGUN:
-            row = tl.program_id(1).to(tl.int64) * T + i
+            row = query_row * T + i
             total += tl.load(past + row[:, None] * E + column[None, :], mask=(i < stop)[:, None] & (column < E)[None, :], other=0)
             through = tl.load(past_norms + row, mask=i < stop, other=0)
             norm, divisor = norm + through, divisor + through

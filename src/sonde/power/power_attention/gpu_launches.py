@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 
 from ... import jit
 from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
+from .._dense.gpu_configs import batch_grid
 from .._dense.gpu_kernels import TRITON
 from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_past, gpu_states
 from .gpu_configs import Config, Fold, Past, Problem, Strides
@@ -36,7 +38,8 @@ def _even(p: Problem | Fold | Past, *blocks: int) -> bool:
 def launch_prepare(p: Problem) -> Launch:
     rows = min(gpu_configs.BLOCK, power_of_2(max(16, p.C)))
     constants = p.d, p.blocks[0], p.power, triton_dtype(p.wide), _offset(p), p.units, rows
-    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.k, *p.gate), constants, 4)
+    limit = ALL_REGISTERS if p.wide == torch.float64 else None
+    return Launch(batch_grid(p.chunks, p.B * p.h), (*_sizes(p), *p.k, *p.gate), constants, 4, registers=limit)
 
 
 def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chunks: int) -> Fold:
@@ -49,7 +52,7 @@ def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chun
 
 def launch_fold(p: Fold, c: Config) -> Launch:
     n = p.d // p.tile
-    grid = (sum(cdiv(n - s, c.parts) for s in range(n)) * cdiv(p.e, c.block_n), p.chunks, p.B * p.h)
+    grid = batch_grid(sum(cdiv(n - s, c.parts) for s in range(n)) * cdiv(p.e, c.block_n) * p.chunks, p.B * p.h)
     constants = (
         p.d, p.e, p.tile, triton_dtype(p.wide), TRITON[p.common], p.precision, _offset(p), *p.units, _even(p, c.block_m),
         c.block_m, c.block_n, c.parts,
@@ -65,7 +68,7 @@ def launch_moments(p: Fold) -> Launch:
         p.d, power_of_2(max(16, p.d)), p.tile, triton_dtype(p.wide), TRITON[p.common], p.exact, _offset(p), p.units[0], c.block_m,
         c.block_n,
     )  # fmt: skip
-    return _launch(p, c, (p.chunks, p.B * p.h, cdiv(p.d, c.block_n)), sizes, constants)
+    return _launch(p, c, batch_grid(p.chunks * cdiv(p.d, c.block_n), p.B * p.h), sizes, constants)
 
 
 def launch_spread(p: Past) -> Launch:
@@ -91,7 +94,9 @@ def _scan_block(e: int) -> int:
 
 def launch_scan(p: Problem, e: int, first: int, count: int, reverse: bool = False, column: int = 0) -> Launch:
     constants = p.D * e, e, p.tile, reverse, triton_dtype(p.wide), _scan_block(e)
-    return Launch((scan_programs(p, e), p.B * p.h, 1), (p.h, p.chunks, first, count, flow_columns(p), column), constants, 4, 4)
+    return Launch(
+        batch_grid(scan_programs(p, e), p.B * p.h), (p.h, p.chunks, first, count, flow_columns(p), column), constants, 4, 4
+    )
 
 
 def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, count: int) -> Past:
@@ -103,7 +108,7 @@ def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, 
 
 
 def _past_grid(p: Past, c: Config) -> tuple[int, int, int]:
-    return p.states * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1
+    return batch_grid(p.states * cdiv(p.C, c.block_m), p.B * p.h * p.groups)
 
 
 def _past_constants(p: Past) -> tuple:
@@ -131,28 +136,30 @@ def _constants(p: Problem, last: bool, c: Config) -> tuple:
 
 
 def launch_outputs(p: Problem, c: Config) -> Launch:
-    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
+    grid = batch_grid(p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups)
     return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, p.least), _constants(p, p.begun, c))
 
 
 def launch_row_factors(p: Problem) -> Launch:
     constants = p.e, p.blocks[1], triton_dtype(p.wide), _offset(p), p.units, 32
-    return Launch((cdiv(p.T, 32), p.B * p.h * p.groups, 1), (*_sizes(p), *p.out, *p.grad), constants, 4, registers=ALL_REGISTERS)
+    return Launch(
+        batch_grid(cdiv(p.T, 32), p.B * p.h * p.groups), (*_sizes(p), *p.out, *p.grad), constants, 4, registers=ALL_REGISTERS
+    )
 
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
-    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups, 1)
+    grid = batch_grid(p.chunks * cdiv(p.C, c.block_m), p.B * p.h * p.groups)
     return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.begun, c))
 
 
 def launch_key_gradients(p: Problem, c: Config) -> Launch:
-    grid = (p.chunks * cdiv(p.C, c.block_m), p.B * p.h, 1)
+    grid = batch_grid(p.chunks * cdiv(p.C, c.block_m), p.B * p.h)
     return _launch(p, c, grid, (*_sizes(p), *p.q, *p.k, *p.v, *p.grad), _constants(p, p.returned, c))
 
 
 def launch_gate_gradient(p: Problem) -> Launch:
     constants = p.begun, p.returned, min(1024, power_of_2(max(16, p.C)))
-    return Launch((p.chunks, p.B * p.h, 1), (*_sizes(p), *p.gate, flow_columns(p)), constants, 4)
+    return Launch(batch_grid(p.chunks, p.B * p.h), (*_sizes(p), *p.gate, flow_columns(p)), constants, 4)
 
 
 def launch_step(p: Problem, c: Config) -> Launch:
@@ -160,7 +167,7 @@ def launch_step(p: Problem, c: Config) -> Launch:
     constants = (
         p.d, p.e, p.blocks[0], p.D, p.power, p.tile, p.tile**p.power, p.groups, triton_dtype(p.wide), c.block_m, c.block_n,
     )  # fmt: skip
-    return _launch(p, c, (cdiv(p.e, c.block_n), p.B * p.h, 1), numbers, constants)
+    return _launch(p, c, batch_grid(cdiv(p.e, c.block_n), p.B * p.h), numbers, constants)
 
 
 def fits(p: Problem, c: Config) -> bool:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .._device.powers import outer_rows
 from .._device.product import landed, nearest
-from .._device.tiles import load, load_rows, multiple, places
+from .._device.tiles import head_program, load, load_rows, multiple, places
 from .gpu_states import SIZES, X, Y, packed
 
 
@@ -21,9 +21,9 @@ def rows_of(chunks_first, heads, T, C, BM: tl.constexpr, OFFSET: tl.constexpr):
     """Which rows of which chunk and head a program computes: chunk, batch, head, rows, and the row after the chunk's last."""
     blocks = tl.cdiv(C, BM)
     chunk = tl.program_id(0) // blocks + chunks_first
-    row_of = tl.program_id(1).to(tl.int64)
     row = places(chunk * C + tl.program_id(0) % blocks * BM, BM, OFFSET)
-    return chunk, row_of // heads, row_of % heads, row, tl.minimum(chunk * C + C, T)
+    _, batch, head = head_program(heads)
+    return chunk, batch, head, row, tl.minimum(chunk * C + C, T)
 
 
 @triton.jit
@@ -204,11 +204,12 @@ def _past_gradients(
     x_step, inside = multiple(x_row, X_UNIT), None if EVEN else (i < stop)[:, None]
     rows = load_rows(y, i, None if EVEN else stop, multiple(y_row, Y_UNIT), E, BE, COMMON)
     at = (batch * chunks + chunk) * h + head // groups
-    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, inside, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION, SLICES)
-    toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
     row = (batch * h * groups + head) * T + i
-    if rate is not None:
+    total = times_slices(rows, x, x_step, states + at * SPAN * E, i, inside, n, D, E, BD, BE, TILE, ACC, COMMON, PRECISION, SLICES)
+    if rate is not None:  # before the moments: after them, registers of a Hopper spill
         total *= tl.load(rate + row, mask=i < stop, other=0)[:, None]
+    toward = times_moments(x, moments + at * PARTS * D * D, i, inside, x_step, D, BD, PARTS, BM, ACC, COMMON, EXACT)
+    if rate is not None:
         toward *= tl.load(shift + row, mask=i < stop, other=0)[:, None]
     column = tl.arange(0, BD)[None, :]
     tl.store(d_x + row[:, None] * D + column, 2 * (total + toward), mask=(i < stop)[:, None] & (column < D))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .._device.powers import outer_columns
 from .._device.product import add_exactly, landed, nearest
-from .._device.tiles import load, load_rows, multiple, places
+from .._device.tiles import head_program, load, load_rows, multiple, places
 
 SIZES = ["h", "groups", "T", "C", "chunks"]
 X, Y = ["x_batch", "x_head", "x_row"], ["y_batch", "y_head", "y_row"]
@@ -61,8 +61,8 @@ def _prepare(
     BT: tl.constexpr,
 ):
     """Gates are summed in float64, since weights depend on differences of the sums."""
-    chunk, row_of = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row_of // h, row_of % h
+    chunk = tl.program_id(0)
+    row_of, batch, head = head_program(h)
     start = chunk * C
     stop = tl.minimum(start + C, T)
     k += batch * multiple(k_batch, UNITS[1]) + head * multiple(k_head, UNITS[1])
@@ -165,12 +165,14 @@ def _fold(
     n: tl.constexpr = D // TILE
     WIDE: tl.constexpr = TILE * TILES
     FULL: tl.constexpr = EVEN and E % BN == 0
-    across = tl.cdiv(E, BN)
-    column = places(tl.program_id(0) % across * BN, BN, OFFSET)
-    s, t = first_tile(tl.program_id(0) // across, n, TILES)
-    made, row_of = tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    batch, head = row_of // h, row_of % h
-    start = (tl.program_id(1) + skipped) * C
+    ACROSS: tl.constexpr = (E + BN - 1) // BN
+    ROWS: tl.constexpr = n // TILES
+    PROGRAMS: tl.constexpr = (TILES * ROWS * (ROWS + 1) // 2 + n % TILES * (ROWS + 1)) * ACROSS
+    chunk, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
+    s, t = first_tile(program // ACROSS, n, TILES)
+    column = places(program % ACROSS * BN, BN, OFFSET)
+    row_of, batch, head = head_program(h)
+    start = (chunk + skipped) * C
     stop = tl.minimum(start + C, T)
     x_step, y_step = multiple(x_row, X_UNIT), multiple(y_row, Y_UNIT)
     a, b = (s * TILE + tl.arange(0, TILE))[:, None], (t * TILE + tl.arange(0, WIDE))[:, None]
@@ -194,7 +196,7 @@ def _fold(
             total = landed(tl.dot(phi, rows, total, input_precision=PRECISION, out_dtype=ACC), first)
     k = tl.arange(0, TILE * WIDE)
     a, b = s * TILE + k // WIDE, t * TILE + k % WIDE
-    out += (row_of * made + tl.program_id(1)) * (n * (n + 1) // 2 * TILE * TILE) * E
+    out += (row_of * chunks + chunk) * (n * (n + 1) // 2 * TILE * TILE) * E
     tl.store(out + packed(a, b, n, TILE)[:, None] * E + column[None, :], total, mask=(b < D)[:, None] & (column < E)[None, :])
 
 
@@ -225,11 +227,11 @@ def _moments(
 ):
     """z, exact to float32 even for half-precision inputs, since terms of different signs may cancel."""
     n: tl.constexpr = D // TILE
-    made, row_of = tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    batch, head = row_of // h, row_of % h
-    start = (tl.program_id(0) + skipped) * C
+    chunk = tl.program_id(0) % chunks
+    row_of, batch, head = head_program(h)
+    start = (chunk + skipped) * C
     stop = tl.minimum(start + C, T)
-    a, b = (tl.program_id(2) * BA + tl.arange(0, BA))[:, None], tl.arange(0, BD)[None, :]
+    a, b = (tl.program_id(0) // chunks * BA + tl.arange(0, BA))[:, None], tl.arange(0, BD)[None, :]
     total = tl.zeros([BA, BD], ACC)
     for member in range(groups):
         rows = x + batch * multiple(x_batch, X_UNIT) + (head * groups + member) * multiple(x_head, X_UNIT)
@@ -242,7 +244,7 @@ def _moments(
                 total = landed(add_exactly(total, left.to(ACC) * factor[None, :], right, COMMON, PRECISION), first)
             else:
                 total = tl.dot(left.to(COMMON), right, total, input_precision=PRECISION, out_dtype=ACC)
-    out += (row_of * made + tl.program_id(0)) * (n * (n + 1) // 2 * TILE * TILE)
+    out += (row_of * chunks + chunk) * (n * (n + 1) // 2 * TILE * TILE)
     tl.store(out + packed(a, b, n, TILE), total, mask=(a < D) & (b < D) & (a // TILE <= b // TILE))
 
 
@@ -290,8 +292,7 @@ def _scan(
     BLOCK: tl.constexpr,
 ):
     """Internal states have no roots, and their diagonal tiles are symmetric; `begin` and `end` are in the users' form."""
-    row_of = tl.program_id(1).to(tl.int64)
-    batch, head = row_of // h, row_of % h
+    row_of, batch, head = head_program(h)
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < LENGTH
     row, column = x // E, x % E
