@@ -277,6 +277,29 @@ def test_a_winner_that_does_not_compile_here(monkeypatch, shipped, policy):
         ran(kernel, Problem(22))
 
 
+def test_a_default_that_is_too_large_for_the_device(monkeypatch):
+    """The first candidate that the device has room for runs instead, with a warning; without one, the error reaches the caller."""
+    kernel, problem, bind, room = made(), Problem(20), launching.bind, [32, 64, 128]
+
+    def fail(function, tensors, launch):
+        if launch.constants[1] not in room:
+            raise triton.runtime.errors.OutOfResources(133120, 101376, "shared memory")
+        return bind(function, tensors, launch)
+
+    monkeypatch.setattr(launching, "bind", fail)
+    text = r"test.scale: the default Config\(block=16.* cannot run here, going on with Config\(block=32.*shared memory"
+    with pytest.warns(RuntimeWarning, match=text) as caught:
+        assert ran(kernel, problem) == 32
+    assert len(caught) == 1
+    choice = kernel.choose(problem, dtypes_of(tensors(problem)), DEVICE)
+    assert (choice.config, choice.origin) == (Config(32), "default")
+    room.clear()
+    with pytest.warns(RuntimeWarning), pytest.raises(triton.runtime.errors.OutOfResources):
+        ran(kernel, Problem(40))
+    with settings.set(PickFixed(Config(16))), pytest.raises(triton.runtime.errors.OutOfResources):
+        ran(kernel, Problem(40))
+
+
 def test_nothing_to_choose():
     """With no candidates, one that fits, or no reference to check them, the default runs under every policy, without a key."""
     for kernel in (made(expected=None), made(candidates=None), made(candidates=lambda p: [Config(16), Config(1 << 20)])):

@@ -89,7 +89,7 @@ def test_descriptors_compute_the_same():
         x, y = (a.mT if turned[0] else a), (b.mT if turned[1] else b)
         out = torch.full((M, N), torch.nan, dtype=torch.float16)
         strides = (0, *x.stride()), (0, *y.stride())
-        p = Problem(1, M, N, K, *strides, (1,) * 7, torch.float16, torch.float32, "ieee", False, turned, True)
+        p = Problem(1, M, N, K, *strides, (1,) * 7, torch.float16, torch.float32, "ieee", False, turned, True, True)
         gpu_kernels.product.run(p, Config(32, 32, 16, 8, 4, 2, True), [a, b, out])
         torch.testing.assert_close(out, x @ y, rtol=2e-3, atol=2e-2)
 

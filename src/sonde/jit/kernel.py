@@ -121,12 +121,15 @@ class Tunable:
             try:
                 return bind(self.function, tensors, self.launch(problem, choice.config))
             except Exception as error:  # this compiler may reject a winner that was found with another version
-                if choice.origin not in ("tuned", "shipped") or type(policy) is PickStored:
+                large = choice.origin == "default" and type(error).__name__ == "OutOfResources"  # for this device
+                if not (large or choice.origin in ("tuned", "shipped")) or type(policy) is PickStored:
                     raise
-                self._refused.add((choice.key, choice.config))
-                refused = choice.config
+                refused, kind = choice.config, "default" if large else "stored or shipped"
+                self._refused.add((choice.key, refused))
                 choice = self.choose(problem, dtypes, device)
-                text = f"{self.name}: the stored or shipped {refused} cannot run here, going on with {choice.config}"
+                if (choice.key, choice.config) in self._refused:
+                    raise
+                text = f"{self.name}: the {kind} {refused} cannot run here, going on with {choice.config}"
                 warn_once(f"{self.name} {refused}", f"{text} ({type(error).__name__}: {str(error).strip()[:300]})")
 
     def run(self, problem: Any, config: Any, tensors: Sequence[Tensor | None]) -> None:
@@ -167,7 +170,7 @@ class Tunable:
             found = self._known(winners.shipped(key.device).get(winners.portable(key)), problem, key, [default, *fitting])
             if found is not None:
                 return Choice(found, "shipped", *about)
-            return Choice(default, "default", *about)
+            return Choice(next((c for c in (default, *fitting) if (key, c) not in self._refused), default), "default", *about)
         return Choice(default, "default")
 
     def _known(self, found: Any, problem: Any, key: Key, own: Sequence[Any]) -> Any:
@@ -228,7 +231,7 @@ class Tunable:
 
     @cached_property
     def _refused(self) -> set[tuple[Any, ...]]:
-        """(key, configuration) of stored and shipped winners that did not compile."""
+        """(key, configuration) of stored and shipped winners that did not compile, and of defaults too large for the device."""
         return set()
 
     @cached_property

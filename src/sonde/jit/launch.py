@@ -53,16 +53,34 @@ def interpreting() -> bool:
 
 def has_descriptors(device: torch.device) -> bool:
     """Whether the device's hardware reads blocks of tensors through descriptors: NVIDIA's, from compute capability 9.0 on."""
-    if find_spec("triton.tools.tensor_descriptor") is None or interpreting():
-        return False
+    return find_spec("triton.tools.tensor_descriptor") is not None and _capability(device) >= 90
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether matrix units multiply float32 as sums of tf32: NVIDIA's, from compute capability 8.0 on."""
+    return _capability(device) >= 80
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has compute capability 9.x. Default configurations were measured on one; elsewhere a block may have less
+    shared memory, and factors of matrix units take registers, so tiles must be smaller. Triton's interpreter runs Hopper's."""
+    return interpreting() or 90 <= _capability(device) < 100
+
+
+def _capability(device: torch.device) -> int:
+    """NVIDIA's compute capability, 90 for 9.0; 0 for other devices, or where there is none."""
+    if interpreting():
+        return 0
     if device.type == "cuda":
-        here = torch.version.hip is None and torch.cuda.is_available()  # there may be no GPU while planning
-        return here and torch.cuda.get_device_capability(device) >= (9, 0)
+        if torch.version.hip is not None or not torch.cuda.is_available():  # there may be no GPU while planning
+            return 0
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
     try:
         target = driver.active.get_current_target()  # in a process that only compiles
     except RuntimeError:  # there is no driver
-        return False
-    return target.backend == "cuda" and int(target.arch) >= 90
+        return 0
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 def _bind(kernel, tensors: Sequence[Tensor | None], launch: Launch, given: Sequence[Any]) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...jit.launch import has_descriptors, interpreting, vector_of
+from ...jit.launch import has_descriptors, interpreting, is_hopper, vector_of
 from ...jit.steps import Pass
 from .gpu_configs import Problem
 from .gpu_kernels import product as kernel
@@ -83,6 +83,7 @@ def product(p: Pass, a: Slab, b: Slab, out: str, dtype: torch.dtype, tf32: bool,
         (*units(a), *units(b), *(vector_of(16, n) for n in (M, N, K))),
         common, wide, "tf32" if tf32 and common == torch.float32 else "ieee",
         FORCE_INT64 or max(a.extent, b.extent, M * N) >= 2**31, (a.turned, b.turned), described,
+        is_hopper(p.device),
     )  # fmt: skip
     takes = [a.slot, b.slot, made]
     if described:

@@ -11,6 +11,7 @@ from ...jit.launch import Launch, cdiv
 
 Strides = tuple[int, int, int]  # of batch, row and column
 MOST = 65_535  # programs along the second or third axis of a grid
+ALL_REGISTERS = 255  # of a thread; the assembler's own target is often lower, and then it may spill although registers are free
 
 
 class Problem(NamedTuple):
@@ -29,6 +30,7 @@ class Problem(NamedTuple):
     far: bool  # offsets need 64 bits
     turned: tuple[bool, bool]  # operands whose columns are contiguous and rows are not
     described: bool  # both operands can be read through descriptors
+    hopper: bool  # elsewhere tiles are smaller
 
 
 class Config(NamedTuple):
@@ -54,7 +56,7 @@ def default_config(p: Problem) -> Config:
     if small:
         return Config(64, 64, 64, 8, 4, 3)
     if p.described:
-        return Config(128, 256, 64, 8, 8, 3, True)
+        return Config(128, 256, 64, 8, 8, 3, True) if p.hopper else Config(128, 128, 64, 8, 8, 2, True)
     return Config(128, 128, 32, 8, 4, 3)
 
 
@@ -83,6 +85,11 @@ def batch_grid(programs: int, batch: int) -> tuple[int, int, int]:
     return programs, batch // parts, parts
 
 
+def registers(half: bool, hopper: bool) -> int | None:
+    """The limit for a kernel of products. Half precision on a Hopper keeps the assembler's target: it was measured to be faster."""
+    return None if half and hopper else ALL_REGISTERS
+
+
 def fits(p: Problem, config: Config) -> bool:
     """Descriptors need `described`; tiles must have sizes that matrix units accept."""
     return (p.described or not config.described) and min(config[:3]) >= 16
@@ -99,6 +106,7 @@ def launch_product(p: Problem, config: Config, programs: int, constants: tuple) 
     tiles = cdiv(p.M, config.block_m) * cdiv(p.N, config.block_n)
     grid = batch_grid(min(tiles, programs) if config.described else tiles, p.B)
     described = dict(descriptors=blocks(p, config)) if config.described else {}
-    found = Launch(grid, (p.M, p.N, p.K, *p.a, *p.b), constants, config.num_warps, config.num_stages, **described)  # type: ignore
-    scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]
-    return found._replace(registers=255) if scalar else found  # otherwise the assembler uses 96 and spills two
+    scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]  # where the assembler uses 96 and spills two
+    limit = ALL_REGISTERS if scalar or not p.hopper else None
+    numbers = (p.M, p.N, p.K, *p.a, *p.b)
+    return Launch(grid, numbers, constants, config.num_warps, config.num_stages, registers=limit, **described)  # type: ignore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
@@ -62,9 +63,11 @@ def landed(total, step):
 
     Hopper's matrix units are asynchronous and read the left factor from registers while the program goes on. A loop that only adds
     to its sums and computes a new left factor in every step overwrites those registers too early (seen with Triton 3.6: wrong
-    sums, in some runs).
+    sums, in some runs). Other devices do not need this, and Triton 3.7 does not compile it for Blackwell.
     """
-    return tl.where(step >= 0, total, 0)
+    if cuda_capability_geq(9) and not cuda_capability_geq(10):
+        total = tl.where(step >= 0, total, 0)
+    return total
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from .._dense.gpu import Slab, common_dtype, units
-from .._dense.gpu_configs import batch_grid
+from .._dense.gpu_configs import ALL_REGISTERS, batch_grid
 from .._dense.gpu_kernels import TRITON
 from . import gpu_configs, gpu_kernels
 from .basis import Basis, dimension, tables, tile_count
@@ -66,6 +66,10 @@ def parts(value: float) -> tuple[float, float]:
     return high, value - high
 
 
+def _registers(p: Problem) -> int | None:
+    return None if p.common.itemsize == 2 else ALL_REGISTERS
+
+
 def _far(p: Problem) -> tl.dtype:
     return tl.int64 if p.far else tl.int32
 
@@ -73,7 +77,9 @@ def _far(p: Problem) -> tl.dtype:
 def launch_expand(p: Problem, c: Config) -> Launch:
     about = p.D, p.power, p.T, p.T**p.power, p.scaled, p.paired
     constants = *about, triton_dtype(p.wide), p.units, c.block_r, c.block_d
-    return Launch((cdiv(p.R, c.block_r) * cdiv(p.D, c.block_d), 1, 1), (p.R, *p.x[1:]), constants, c.num_warps, c.num_stages)
+    grid = cdiv(p.R, c.block_r) * cdiv(p.D, c.block_d), 1, 1
+    limit = None if p.paired else ALL_REGISTERS
+    return Launch(grid, (p.R, *p.x[1:]), constants, c.num_warps, c.num_stages, registers=limit)
 
 
 def _constants(p: Problem, c: Config) -> tuple:
@@ -90,13 +96,12 @@ def _numbers(p: Problem) -> tuple:
 
 def launch_times(p: Problem, c: Config) -> Launch:
     grid = batch_grid(cdiv(p.R, c.block_r) * cdiv(p.N, c.block_n), p.B)
-    limit = 255 if p.common == torch.float32 else None  # without this limit the assembler targets 80 registers and spills two
-    return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages, registers=limit)
+    return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages, registers=_registers(p))
 
 
 def launch_sums(p: Problem, c: Config) -> Launch:
     grid = batch_grid(cdiv(p.D, c.block_d) * cdiv(p.N, c.block_n), p.B)
-    return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages)
+    return Launch(grid, _numbers(p), _constants(p, c), c.num_warps, c.num_stages, registers=_registers(p))
 
 
 def _gradient_numbers(p: Problem) -> tuple:
@@ -109,7 +114,8 @@ def launch_gradient(p: Problem, c: Config) -> Launch:
         p.d, p.straight, tile_count(p.d // T, less) * T**less, p.power, T, T**p.power, T**less, p.scaled, triton_dtype(p.wide),
         TRITON[p.common], p.precision, _far(p), p.units, c.block_r, max(16, c.block_n), c.block_d,
     )  # fmt: skip
-    return Launch(batch_grid(cdiv(p.R, c.block_r) * p.d, p.B), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
+    grid = batch_grid(cdiv(p.R, c.block_r) * p.d, p.B)
+    return Launch(grid, _gradient_numbers(p), constants, c.num_warps, c.num_stages, registers=_registers(p))
 
 
 def launch_paired_gradient(p: Problem, c: Config) -> Launch:
@@ -117,7 +123,8 @@ def launch_paired_gradient(p: Problem, c: Config) -> Launch:
         p.d, p.straight, p.T, power_of_2(p.d // p.T), p.scaled, triton_dtype(p.wide), TRITON[p.common], p.precision, _far(p),
         p.units, c.block_r, max(16, c.block_n),
     )  # fmt: skip
-    return Launch(batch_grid(cdiv(p.R, c.block_r), p.B), _gradient_numbers(p), constants, c.num_warps, c.num_stages)
+    grid = batch_grid(cdiv(p.R, c.block_r), p.B)
+    return Launch(grid, _gradient_numbers(p), constants, c.num_warps, c.num_stages, registers=_registers(p))
 
 
 def fits(p: Problem, c: Config) -> bool:

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import jit
-from ...jit.launch import Launch, cdiv, has_descriptors, power_of_2, vector_of
+from ...jit.launch import Launch, cdiv, has_descriptors, is_hopper, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype, is_aligned
-from .._dense.gpu_configs import batch_grid
+from .._dense.gpu_configs import batch_grid, registers
 from .._dense.gpu_kernels import TRITON
 from .._dense.reference import residual_dtype
 from .._sympow.gpu import parts
@@ -55,6 +55,7 @@ def problem_of(p: Pass, names: Sequence[str], causal: bool, scale: float | None,
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=p.accumulator,
         precision="tf32" if tf32 and common == torch.float32 else "ieee",
         far=FORCE_INT64 or max(extent for _, _, extent in found.values()) >= 2**31, scale=scale_of(q, scale), described=described,
+        hopper=is_hopper(p.device),
     )  # fmt: skip
     return problem, {name: slot for name, (slot, _, _) in found.items()}
 
@@ -117,18 +118,20 @@ def launch_attend(p: Problem, c: Config) -> Launch:
     constants = (*first, p.scale < 0, c.described, *rest, c.block_m, c.block_n)
     m, n = (1, 1, c.block_m, p.d), (1, 1, c.block_n)
     described = ((0, m), (1, (*n, p.d)), (2, (*n, p.e))) if c.described else ()
-    return Launch(grid, sizes, constants, c.num_warps, c.num_stages, descriptors=described)
+    return Launch(grid, sizes, constants, c.num_warps, c.num_stages, registers=registers(p.half, p.hopper), descriptors=described)
 
 
 def launch_dots(p: Problem, c: Config) -> Launch:
     constants = p.e, power_of_2(max(16, p.e)), triton_dtype(p.wide), tl.int64 if p.far else tl.int32, p.units, c.block_m
-    return Launch(batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups), (*_heads(p), *p.out, *p.grad), constants, c.num_warps)
+    grid = batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups)
+    return Launch(grid, (*_heads(p), *p.out, *p.grad), constants, c.num_warps, registers=registers(p.half, p.hopper))
 
 
 def launch_query_gradients(p: Problem, c: Config) -> Launch:
     sizes = (*_heads(p), *p.q, *p.k, *p.v, *p.grad, *parts(p.scale))
     grid = batch_grid(cdiv(p.T, c.block_m), p.B * p.h * p.groups)
-    return Launch(grid, sizes, (*_constants(p), c.block_m, c.block_n), c.num_warps, c.num_stages)
+    constants = (*_constants(p), c.block_m, c.block_n)
+    return Launch(grid, sizes, constants, c.num_warps, c.num_stages, registers=registers(p.half, p.hopper))
 
 
 def launch_key_gradients(p: Problem, c: Config) -> Launch:

@@ -30,6 +30,7 @@ class Problem(NamedTuple):
     far: bool
     scale: float
     described: bool  # queries, keys and values can be read through descriptors
+    hopper: bool  # elsewhere tiles are smaller
 
     @property
     def half(self) -> bool:
@@ -50,7 +51,10 @@ class Config(NamedTuple):
 
 def forward_config(p: Problem) -> Config:
     if not p.half:
-        return Config(32, 32, 4, 1) if p.widest <= 64 else Config(16, 16, 4, 1)
+        scalar = p.wide == torch.float64 and not p.hopper  # most others have no matrix units for float64
+        return Config(32, 32, 4, 1) if p.widest <= 64 and not scalar else Config(16, 16, 4, 1)
+    if not p.hopper and 64 < p.widest <= 128:
+        return Config(64, 32, 4, 2)
     if min(p.units[:3]) < 8:  # elements are loaded one at a time
         return Config(64, 32, 4, 1) if p.widest <= 64 else Config(32, 32, 4, 1)
     if p.described and p.widest <= 128:
@@ -82,6 +86,8 @@ def query_config(p: Problem) -> Config:
     """For the gradients of queries: queries stay in registers, the loop runs over keys."""
     if not p.half:
         return Config(16, 16, 8, 1)
+    if not p.hopper:
+        return Config(64, 32, 4, 2) if p.widest <= 64 else Config(32 if p.widest <= 128 else 16, 32, 4, 1)
     if min(p.units[:3]) >= 8 and p.widest <= 128:
         return Config(64, 64, 4, 3) if p.widest <= 64 else Config(128, 64, 8, 2)
     return backward_config(p)
@@ -89,12 +95,12 @@ def query_config(p: Problem) -> Config:
 
 def backward_config(p: Problem) -> Config:
     """For the gradients of keys and values: these stay in registers, the loop runs over queries."""
-    if not p.half:
+    if not p.half or (p.widest > 128 and not p.hopper):
         return Config(16, 16, 4, 1)
-    if min(p.units[:3]) < 8:
+    if min(p.units[:3]) < 8 or (p.widest > 64 and not p.hopper):
         return Config(32, 32, 4, 1)
     if p.widest <= 64:
-        return Config(64, 64, 4, 1)
+        return Config(64 if p.hopper else 32, 64, 4, 1)
     if p.widest <= 128:
         return Config(16, 64, 4, 1)  # 64 queries at a time would be a third faster, but spill
     return Config(32, 32, 8, 1)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...jit.launch import interpreting, vector_of
+from ...jit.launch import has_tf32, is_hopper, vector_of
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype
@@ -51,7 +51,7 @@ def problem_of(
     C, tile, wide = rows_of_chunk(T, d, e, power, chunk_size), default_tile(d), p.accumulator
     common = common_dtype(*(p.slots[slot].dtype for name, (slot, _) in found.items() if name != "out"))
     if common == torch.float16:  # weights and states would overflow, so multiply in tf32, which has as many digits
-        common, tf32 = torch.float32, not interpreting() and torch.version.hip is None
+        common, tf32 = torch.float32, has_tf32(p.device)
     gates = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1))
     extent = max([T * abs(s[2]) for s in (*strides, gates)] + [T * hq * max(d, e)])
     problem = Problem(
@@ -62,6 +62,7 @@ def problem_of(
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,
         precision="tf32" if tf32 and common == torch.float32 else "ieee",
         exact="tf32x3" if tf32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,
+        hopper=is_hopper(p.device),
     )  # fmt: skip
     return problem, {name: slot for name, (slot, _) in found.items()}
 

@@ -41,6 +41,7 @@ class Problem(NamedTuple):
     precision: str  # of products
     exact: str  # of products that must not round
     far: bool
+    hopper: bool  # elsewhere tiles are smaller
 
     @property
     def half(self) -> bool:
@@ -87,6 +88,7 @@ class Fold(NamedTuple):
     precision: str
     exact: str
     far: bool
+    hopper: bool
 
     @property
     def half(self) -> bool:
@@ -117,6 +119,7 @@ class Past(NamedTuple):
     precision: str
     exact: str
     far: bool
+    hopper: bool
 
     @property
     def half(self) -> bool:
@@ -149,7 +152,16 @@ def output_config(p: Problem) -> Config:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:
         return Config(64, 32, 0, 4, 1)
-    return Config(64, 64, 0, 4, 3) if p.widest <= 64 else Config(64, 64, 0, 8, 2)
+    if p.widest <= 64:
+        return Config(64, 64, 0, 4, 3 if p.hopper else 2)
+    return Config(64, 64, 0, 8, 2) if p.hopper else Config(32, 32, 0, 8, 1)
+
+
+def query_config(p: Problem) -> Config:
+    """For the gradients of queries."""
+    if p.hopper or not p.half:
+        return output_config(p)
+    return Config(32, 32, 0, 4, 2) if p.widest <= 64 else Config(32, 16, 0, 8, 1)
 
 
 def output_candidates(p: Problem) -> list[Config]:
@@ -159,9 +171,13 @@ def output_candidates(p: Problem) -> list[Config]:
     return [output_config(p), *(Config(m, n, 0, w, s) for m, n, w, s in shapes)]
 
 
+def query_candidates(p: Problem) -> list[Config]:
+    return [query_config(p), *output_candidates(p)]
+
+
 def fold_config(p: Fold) -> Config:
     if p.half:
-        return Config(128, 64, min(2, p.d // p.tile), 4, 2)
+        return Config(128 if p.hopper else 64, 64, min(2, p.d // p.tile), 4, 2)
     return Config(16, 32, 1, 4, 2)
 
 
@@ -175,6 +191,8 @@ def fold_candidates(p: Fold) -> list[Config]:
 def past_sums_config(p: Past) -> Config:
     if not p.half:
         return Config(32 if p.widest <= 64 else 16, 0, 1, 4, 1)
+    if not p.hopper:
+        return Config(64, 0, 2, 4, 2) if p.widest <= 64 else Config(64, 0, 1, 8, 2)
     return Config(128, 0, 2, 4, 3) if p.widest <= 64 else Config(128, 0, 1, 8, 3)
 
 
@@ -188,6 +206,8 @@ def past_sums_candidates(p: Past) -> list[Config]:
 def past_gradients_config(p: Past) -> Config:
     if not p.half:
         return Config(32 if p.widest <= 64 else 16, 0, 1, 4, 1)
+    if not p.hopper:
+        return Config(64, 0, 1, 4 if p.widest <= 64 else 8, 2)
     return Config(128, 0, 4, 4, 3) if p.widest <= 64 else Config(128, 0, 2, 8, 2)
 
 
@@ -199,7 +219,10 @@ def past_gradients_candidates(p: Past) -> list[Config]:
 
 
 def moment_config(p: Fold) -> Config:
-    return Config(64 if p.half else 16, min(64, power_of_2(max(16, p.d))), 0, 4, 2)
+    columns = power_of_2(max(16, p.d))
+    if p.half and not p.hopper:
+        return Config(32, min(32, columns), 0, 4, 2)
+    return Config(64 if p.half else 16, min(64, columns), 0, 4, 2)
 
 
 def key_config(p: Problem) -> Config:
@@ -207,6 +230,8 @@ def key_config(p: Problem) -> Config:
         if p.widest > 64:
             return Config(16, 16, 0, 8, 1)
         return Config(16, 16, 0, 4, 1)
+    if not p.hopper:
+        return Config(32, 32, 0, 4, 1) if p.widest <= 64 else Config(32, 16, 0, 8, 1)
     if p.widest > 128:
         return Config(32, 32, 0, 8, 1)
     if p.narrow:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 
 from ... import jit
 from ...jit.launch import Launch, cdiv, power_of_2, vector_of
 from ...jit.launch import accumulator as triton_dtype
-from .._dense.gpu_configs import batch_grid
+from .._dense.gpu_configs import ALL_REGISTERS, batch_grid, registers
 from .._dense.gpu_kernels import TRITON
 from . import gpu_configs, gpu_decoding, gpu_expected, gpu_gradients, gpu_kernels, gpu_past, gpu_states
 from .gpu_configs import Config, Fold, Past, Problem, Strides
 
 prepare, moments, scan, spread = gpu_states._prepare, gpu_states._moments, gpu_states._scan, gpu_states._spread
-ALL_REGISTERS = 255  # without this limit the assembler targets fewer and spills a few of them
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
 
 
@@ -27,7 +25,7 @@ def _offset(p: Problem | Fold | Past) -> tl.dtype:
 
 
 def _launch(p: Problem | Fold | Past, c: Config, grid: tuple[int, int, int], numbers: tuple, constants: tuple) -> Launch:
-    return Launch(grid, numbers, constants, c.num_warps, c.num_stages, registers=None if p.half else ALL_REGISTERS)
+    return Launch(grid, numbers, constants, c.num_warps, c.num_stages, registers=registers(p.half, p.hopper))
 
 
 def _even(p: Problem | Fold | Past, *blocks: int) -> bool:
@@ -38,15 +36,14 @@ def _even(p: Problem | Fold | Past, *blocks: int) -> bool:
 def launch_prepare(p: Problem) -> Launch:
     rows = min(gpu_configs.BLOCK, power_of_2(max(16, p.C)))
     constants = p.d, p.blocks[0], p.power, triton_dtype(p.wide), _offset(p), p.units, rows
-    limit = ALL_REGISTERS if p.wide == torch.float64 else None
-    return Launch(batch_grid(p.chunks, p.B * p.h), (*_sizes(p), *p.k, *p.gate), constants, 4, registers=limit)
+    return Launch(batch_grid(p.chunks, p.B * p.h), (*_sizes(p), *p.k, *p.gate), constants, 4, registers=registers(p.half, p.hopper))
 
 
 def fold_of(p: Problem, x: Strides, y: Strides, members: int, skipped: int, chunks: int) -> Fold:
     """The problem of a fold over these rows."""
     return Fold(
         p.B, p.h, members, p.T, p.C, chunks, skipped, p.d, p.e, p.tile, p.D, x, y, (vector_of(16, *x), vector_of(16, *y)), p.common,
-        p.wide, p.precision, p.exact, p.far,
+        p.wide, p.precision, p.exact, p.far, p.hopper,
     )  # fmt: skip
 
 
@@ -103,7 +100,7 @@ def past_of(p: Problem, x: Strides, y: Strides | None, groups: int, first: int, 
     """The problem of sending these rows through states: those of `count` chunks, from `first` on."""
     return Past(
         p.B, p.h, groups, p.T, p.C, p.chunks, first, count, p.d, p.e, p.tile, p.D, x, y or (0, 0, 0), vector_of(16, *x),
-        vector_of(16, *y) if y else 0, p.common, p.wide, p.precision, p.exact, p.far,
+        vector_of(16, *y) if y else 0, p.common, p.wide, p.precision, p.exact, p.far, p.hopper,
     )  # fmt: skip
 
 
@@ -159,7 +156,8 @@ def launch_key_gradients(p: Problem, c: Config) -> Launch:
 
 def launch_gate_gradient(p: Problem) -> Launch:
     constants = p.begun, p.returned, min(1024, power_of_2(max(16, p.C)))
-    return Launch(batch_grid(p.chunks, p.B * p.h), (*_sizes(p), *p.gate, flow_columns(p)), constants, 4)
+    numbers = (*_sizes(p), *p.gate, flow_columns(p))
+    return Launch(batch_grid(p.chunks, p.B * p.h), numbers, constants, 4, registers=registers(p.half, p.hopper))
 
 
 def launch_step(p: Problem, c: Config) -> Launch:
@@ -211,8 +209,8 @@ past_gradients = jit.kernel(
     writes=(6,), fits=fits_past, expected=gpu_expected.past_gradients, tolerance=1e-2,
 )  # fmt: skip
 query_gradients = jit.kernel(
-    gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.output_config,
-    candidates=gpu_configs.output_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12),
+    gpu_gradients._query_gradients, "power.attention_queries", default=gpu_configs.query_config,
+    candidates=gpu_configs.query_candidates, launch=launch_query_gradients, sizes=SIZES, batch=BATCH, writes=(10, 11, 12),
     fits=fits, expected=gpu_expected.query_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
