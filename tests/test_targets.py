@@ -1,7 +1,7 @@
 """Without a GPU: every kernel compiles for every architecture we claim, through the real launchers, none spills registers, and none
 overwrites registers that a matrix unit still reads.
 
-One architecture compiles every case, the others one or two of each operator, in float32.
+By default one architecture compiles every case, the others one or two of each operator; the slow test compiles every case for all.
 
 Each target has a process of its own (this file, run as a script), because it installs a driver whose launches do nothing and
 needs a Triton that does not interpret.
@@ -27,8 +27,18 @@ FULL = "cuda-90"  # the others compile one or two cases of each operator, to sav
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills(target):
     """No kernel uses local memory, more shared memory than a block has, features the architecture lacks, or registers too early."""
+    check(target, target == FULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", sorted({*TARGETS} - {FULL}))
+def test_every_case_compiles_without_spills(target):
+    check(target, True)
+
+
+def check(target: str, full: bool) -> None:
     pytest.importorskip("triton")
-    report = compile_for(target)
+    report = compile_for(target, full)
     missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
     assert report["expected"]
     assert not missing, f"never launched: {missing}"
@@ -38,10 +48,10 @@ def test_compiles_without_spills(target):
     assert not racing, "\n".join(f"{k['name']} {k['of']}: {k['races'][0]}" for k in racing)
 
 
-def compile_for(target: str) -> dict:
+def compile_for(target: str, full: bool) -> dict:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, target], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__, target, *["full"] * full], env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{target}: {done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -49,7 +59,7 @@ def compile_for(target: str) -> dict:
 # ---- the script ---------------------------------------------------------------------------------------------------------------
 
 
-def main(name: str) -> None:
+def main(name: str, full: bool) -> None:
     os.nice(10)  # tests running in parallel measure time
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
@@ -74,7 +84,7 @@ def main(name: str) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
         for operator in OPERATORS.values():
             for case in operator.cases.TARGETS:
-                if name != FULL and not case.get("everywhere"):
+                if not full and not case.get("everywhere"):
                     continue
                 args = operator.make(**case["sizes"], dtype=getattr(torch, case["dtype"]))
                 if case.get("on_device"):
@@ -112,4 +122,4 @@ def told_by_tensors(args: tuple) -> tuple:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "full" in sys.argv)

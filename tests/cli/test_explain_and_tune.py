@@ -218,7 +218,7 @@ def test_tune(capsys, quick, tmp_path):
     """Both modes and all gradients are tuned; the table shows the gains, and failures with their causes."""
     file = tmp_path / "x.json"
     code, out, err = sonde(capsys, "tune", *FEW, "--workers", "3", "--max-configs", "5", "--budget", "60", "--json", str(file))
-    assert (code, err.splitlines()[0]) == (0, "[0/169] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
+    assert (code, err.splitlines()[0]) == (0, "[0/168] grid.rows: compiling")  # in a pipe, a line of progress every few seconds
     names = ["grid.rows", *["grid.form"] * 3, "grid.rows", *["grid.form"] * 2]
     names += ["grid.attend", "grid.attend_queries", *["grid.attend_pixels"] * 2, "grid.sample", "grid.sample_gradients"]
     for name in ("grid.deformable_aggregation", "grid.ms_deform_attn"):

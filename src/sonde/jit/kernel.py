@@ -117,20 +117,25 @@ class Tunable:
             again = policy.again and choice.key not in _searched
             if choice.origin != "tuned" or again:
                 choice = self._search(problem, tensors, dtypes, device, again)
+        first = error = None  # the configuration that was chosen first, if it cannot run here
         while True:
             try:
-                return bind(self.function, tensors, self.launch(problem, choice.config))
-            except Exception as error:  # this compiler may reject a winner that was found with another version
-                large = choice.origin == "default" and type(error).__name__ == "OutOfResources"  # for this device
+                start = bind(self.function, tensors, self.launch(problem, choice.config))
+                break
+            except Exception as caught:  # this compiler may reject a winner that was found with another version
+                large = choice.origin == "default" and type(caught).__name__ == "OutOfResources"  # for this device
                 if not (large or choice.origin in ("tuned", "shipped")) or type(policy) is PickStored:
                     raise
-                refused, kind = choice.config, "default" if large else "stored or shipped"
-                self._refused.add((choice.key, refused))
+                self._refused.add((choice.key, choice.config))
+                first, error = first or choice, caught
                 choice = self.choose(problem, dtypes, device)
                 if (choice.key, choice.config) in self._refused:
-                    raise
-                text = f"{self.name}: the {kind} {refused} cannot run here, going on with {choice.config}"
-                warn_once(f"{self.name} {refused}", f"{text} ({type(error).__name__}: {str(error).strip()[:300]})")
+                    text = f"{self.name}: no configuration fits this device; impl='reference' computes the same ({caught})"
+                    raise Unsupported(text) from caught
+        if first is not None:
+            text = f"{self.name}: the {first.origin} {first.config} cannot run here, going on with {choice.config}"
+            warn_once(f"{self.name} {first.config}", f"{text} ({type(error).__name__}: {str(error).strip()[:300]})")
+        return start
 
     def run(self, problem: Any, config: Any, tensors: Sequence[Tensor | None]) -> None:
         """Run in exactly this configuration."""

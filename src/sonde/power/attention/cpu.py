@@ -34,7 +34,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
         way = cpu_flash if flash and cpu_flash.applies(x, y, factor) else cpu_blocks
         out, lse = way.attend(x, y, z, causal, factor)
         rounded = out.to(dtype)
-        return rounded, lse, (out - rounded.to(wide)).to(lost) if lost else out.new_empty(*rows, 0, dtype=dtype)
+        return rounded, lse, out.sub_(rounded).to(lost) if lost else out.new_empty(*rows, 0, dtype=dtype)
 
     made = [("out", (*rows, e), dtype), ("lse", rows, wide), ("lost", (*rows, e if lost else 0), lost or dtype)]
     scratch = (cpu_flash if flash else cpu_blocks).scratch(q, k, v, wide)

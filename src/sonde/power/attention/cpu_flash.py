@@ -16,8 +16,13 @@ from ...op.torch_private import flash_attention, flash_attention_backward
 
 def applies(x: Tensor, y: Tensor, scale: float) -> bool:
     """Whether no logit can be infinite or NaN, and the scale keeps the −∞ of masked keys, which the kernel multiplies by it."""
-    largest = x.abs().max().double() * y.abs().max() * x.shape[3] * scale
-    return scale > torch.finfo(torch.float32).tiny and bool(largest < torch.finfo(x.dtype).max)
+    largest = _largest(x) * _largest(y) * x.shape[3] * scale
+    return scale > torch.finfo(torch.float32).tiny and largest < torch.finfo(x.dtype).max
+
+
+def _largest(x: Tensor) -> float:
+    low, high = x.aminmax()
+    return max(-low.item(), high.item())
 
 
 def attend(x: Tensor, y: Tensor, z: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
