@@ -311,6 +311,12 @@ REFUSES = {
 
 
 @pytest.mark.parametrize("function", [power_retention, power_retention_inference], ids=lambda f: f.__name__)
+def test_refuses_growing_gates(function):
+    with pytest.raises(ValueError, match=f"{function.__name__}: log_G must be at most 0; got "):
+        function(Q, K, V, G.neg())
+
+
+@pytest.mark.parametrize("function", [power_retention, power_retention_inference], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", REFUSES)
 def test_refuses(function, name):
     wrong, error, text = REFUSES[name]

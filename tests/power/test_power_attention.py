@@ -533,11 +533,12 @@ def test_bad_input(arguments, options, words, monkeypatch):
     assert not calls
 
 
-def test_positive_gates_on_cpus():
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_positive_gates_on_cpus(impl):
     gate = torch.zeros(GATE)
     gate[1, 2, 1] = 0.25
     with pytest.raises(ValueError, match=r"power_attention: log_gate must be at most 0; got 0\.25\. Use .*logsigmoid"):
-        power_attention(*zeros(Q, K, V), gate)
+        power_attention(*zeros(Q, K, V), gate, impl=impl)
 
 
 # ---- torch ----------------------------------------------------------------------------------------------------------------

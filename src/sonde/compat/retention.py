@@ -12,7 +12,7 @@ from ..op.dtypes import accumulator
 from ..power import PowerState, power_attention, sympow, sympow_dim
 from ..power._dense.arguments import number
 from ..power._dense.reference import product
-from ..power.power_attention.reference import is_rounding, least_share, length, sums_of_gates
+from ..power.power_attention.reference import is_rounding, least_share, length, refuse_growth, sums_of_gates
 
 __all__ = ["power_retention", "power_retention_inference"]
 
@@ -77,10 +77,12 @@ def power_retention(
         cached = -(-n["T"] // chunk) * chunk < most
         chunk_size = max(1, n["T"]) if n["T"] <= most else chunk_size
     options: dict[str, Any] = dict(power=deg, scale=scale, chunk_size=chunk_size, state=state)
+    if return_final_state and not cached:
+        _check_stated(name, deg)
+    refuse_growth(name, "log_G", log_G)
     if not return_final_state or cached:
         out = power_attention(Q, K, V, log_G, **options)
         return (out, None, None) if return_final_state else out
-    _check_stated(name, deg)
     out, made = power_attention(Q, K, V, log_G, return_state=True, **options)
     return out, made.S, made.z
 
@@ -136,6 +138,7 @@ def power_retention_inference(
     folds = switch_over_seq_len is not None and n["T"] >= switch_over_seq_len
     if folds:
         _check_stated(name, deg)
+    refuse_growth(name, "log_G", log_G)
     out = _last(Q, K, V, log_G, state, deg, scale)
     if folds:
         _, state = power_attention(K, K, V, log_G, power=deg, state=state, return_state=True)

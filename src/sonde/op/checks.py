@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .torch_private import dispatch_modes, is_fake, transforming
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REALS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -120,6 +122,18 @@ def dense(name: str, argument: str, tensor: Tensor) -> None:
         )
     if hasattr(tensor, "get_mask"):
         raise TypeError(f"{name}: {argument} must be a dense tensor; got a MaskedTensor. Use {argument}.to_tensor(0)")
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether the host may read values: no tracing, no planning, no functorch transform."""
+    return in_memory(*tensors) and not transforming()
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether tensors have values: no tracing, no planning."""
+    if torch.compiler.is_compiling() or dispatch_modes():
+        return False
+    return all(t.device.type != "meta" and not is_fake(t) for t in tensors)
 
 
 def refuse_scripting(*functions: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...jit import Unsupported
 from ...op import plan
-from ...op.torch_private import dispatch_modes, is_fake, transforming
+from ...op.checks import in_memory, readable
 
 DIMENSIONS = 3  # most dimensions of a kernel; more use the reference
 NEIGHBOURS = 64  # most neighbours per query of a GPU kernel
@@ -60,18 +60,6 @@ def _memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not on Windows
         return 2**47
-
-
-def readable(*tensors: Tensor) -> bool:
-    """Whether the host may read values: no tracing, no planning, no functorch transform."""
-    return in_memory(*tensors) and not transforming()
-
-
-def in_memory(*tensors: Tensor) -> bool:
-    """Whether tensors have values: no tracing, no planning."""
-    if torch.compiler.is_compiling() or dispatch_modes():
-        return False
-    return all(t.device.type != "meta" and not is_fake(t) for t in tensors)
 
 
 def plain(x: Any) -> bool:

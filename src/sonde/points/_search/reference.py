@@ -9,8 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from ...op.checks import readable
 from ...op.dtypes import accumulator
-from .checks import readable
 
 CHUNK = 2**24  # most distances in memory at a time; the search needs no gradient
 WEIGHTLESS = {torch.float32: 103.0, torch.float64: 744.0}  # exp(−x) is 0 for x beyond these

@@ -15,7 +15,7 @@ from ...op.plan import Determinism
 from .._dense.reference import residual_dtype
 from .._sympow.basis import BLOCK, default_tile, dimension
 from .._sympow.cpu import CpuBasis
-from .reference import LEAST_GATE, is_rounding, least_share, length, rows_of_chunk
+from .reference import LEAST_GATE, is_rounding, least_share, length, refuse_growth, rows_of_chunk
 
 ROWS = 256  # of weights at a time
 
@@ -100,7 +100,7 @@ def forward_pass(
     def run(
         q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None
     ) -> tuple[Tensor, ...]:
-        _refuse_growth(log_gate)
+        refuse_growth("power_attention", "log_gate", log_gate)
         out, *made, rates, left, states, moments = (torch.zeros(shape, dtype=x) for shape, x in zip(shapes, dtypes))
         for b, i, head in _heads(q, k, v, log_gate, wide):
             past = None
@@ -327,14 +327,6 @@ def _of_keys(
         if flows is not None:
             flows.keys[chunk.rows][rows] += (keys[rows] * d_keys).sum(-1) / basis.power
         d_v[chunk.rows][rows] += basis.phi(keys[rows]) @ later[0] * until
-
-
-def _refuse_growth(log_gate: Tensor | None) -> None:
-    if log_gate is not None and (log_gate > 0).any():
-        raise ValueError(
-            f"power_attention: log_gate must be at most 0; got {log_gate.max().item():.4g}. "
-            "Use torch.nn.functional.logsigmoid of a projection, for example"
-        )
 
 
 def _without_autocast(run: Any) -> Any:

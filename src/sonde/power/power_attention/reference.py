@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...op import checks
 from ...op.dtypes import accumulator
 from .._dense.reference import product
 from .._sympow.basis import default_tile, dimension
@@ -20,6 +21,7 @@ def power_attention(
     power: int, scale: float | None, chunk_size: int | None, return_state: bool, tf32: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The result, the new state, and empty tensors in place of the results that only backward passes read."""
+    refuse_growth("power_attention", "log_gate", log_gate)
     wide = accumulator(q, k, v, log_gate, S, z)
     groups, tile = q.shape[2] // max(1, k.shape[2]), default_tile(q.shape[3])
     x, y, values = (t.to(wide).transpose(1, 2) for t in (q, k, v))  # heads first
@@ -63,6 +65,17 @@ def _state(
             made[2] + last[..., 0].detach() * norms.to(wide),
         ]
     return made
+
+
+def refuse_growth(name: str, argument: str, log_gate: Tensor | None) -> None:
+    """Positive gates are an error where the host can read them without waiting for a device."""
+    if log_gate is None or log_gate.device.type != "cpu" or not checks.readable(log_gate):
+        return
+    if (log_gate > 0).any():
+        raise ValueError(
+            f"{name}: {argument} must be at most 0; got {log_gate.max().item():.4g}. "
+            "Use torch.nn.functional.logsigmoid of a projection, for example"
+        )
 
 
 def sums_of_gates(log_gate: Tensor | None, k: Tensor) -> Tensor:

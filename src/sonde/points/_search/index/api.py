@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ....op import checks, plan
+from ....op.checks import in_memory
 from ....op.plan import Impl
 from ....op.register import operator
 from ....op.torch_private import outside_of_transforms, unwrapped, version
-from ..checks import implementation, in_memory, offsets, plain
+from ..checks import implementation, offsets, plain
 from ..hash import point_hash
 from . import reference
 
