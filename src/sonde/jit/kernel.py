@@ -216,7 +216,7 @@ class Tunable:
 
     @cached_property
     def source(self) -> str:
-        """A hash of the source of the kernel and of every function it calls."""
+        """A hash of the source of the kernel and of every function it calls, except Triton's own."""
         digest, todo, seen = hashlib.sha256(), [self.function], set()
         while todo:
             function = todo.pop().fn
@@ -224,7 +224,8 @@ class Tunable:
                 seen.add(function)
                 digest.update(inspect.getsource(function).encode())
                 used = [function.__globals__.get(name) for name in sorted(function.__code__.co_names)]
-                todo += [value for value in used if inspect.isfunction(getattr(value, "fn", None))]
+                called = [value for value in used if inspect.isfunction(getattr(value, "fn", None))]
+                todo += [value for value in called if not value.fn.__module__.startswith("triton.")]
                 digest.update(repr([value for value in used if type(value).__name__ == "constexpr"]).encode())
         return digest.hexdigest()[:16]
 
