@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 import toy_triton
-from toy_triton import SCALE, Config, Problem
+from toy_triton import MOVE, SCALE, Config, Problem
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from sonde.jit import workers
+from sonde.jit.launch import described
 from sonde.jit.search import best, search
 from sonde.jit.timing import Trial
 from sonde.jit.workers import CompileOnly, precompile
@@ -49,9 +50,10 @@ def main(backend: str, arch: str, cache: str) -> None:
     hits.clear()
     launch = SCALE.launch(problem, good[0])
     toy_triton._scale.warmup(buffer, None, buffer, *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3)
-    report["other alignment hits"] = hits
+    report["other alignment hits"] = list(hits)
 
     if backend == "cuda":
+        report["descriptors"] = described_to_workers(problem, hits)
         report["search"] = searched(problem, good, bad[:2], tensors)
         SCALE.module = None
         report["here"] = [cause for _, _, cause in precompile(SCALE, problem, [Config(64), Config(48)], tensors, 2, 60)]
@@ -78,6 +80,18 @@ def main(backend: str, arch: str, cache: str) -> None:
                 report["interrupted"] = True
         report["left"] = Path(f"/proc/{note.read_text()}").exists()
     print(json.dumps(report))
+
+
+def described_to_workers(problem: Problem, hits: list) -> list:
+    """Why tensors that are passed as descriptors do not compile, and whether a launch finds what workers compiled."""
+    tensors = torch.zeros(64, 64), torch.zeros(64, 64)
+    ((_, _, cause),) = precompile(MOVE, problem, [Config(64)], tensors, 1, 60)
+    hits.clear()
+    launch = MOVE.launch(problem, Config(64))
+    toy_triton._move.warmup(
+        *described(tensors, launch), *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3
+    )
+    return [cause, *hits]
 
 
 def searched(problem: Problem, good: list, bad: list, tensors: tuple) -> dict:

@@ -59,6 +59,8 @@ def test_compiles_into_the_cache_that_a_launch_reads(tmp_path):
     assert report["kernels"] == 3
     assert report["other alignment hits"] == [False]  # so the hits above are not accidental
 
+    assert report["descriptors"] == [None, True]
+
     assert report["kept"][0] == report["kept"][1] != []  # the next search reuses the same processes
     assert report["kept on"] == []  # and they end with the block
 

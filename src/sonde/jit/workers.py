@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,8 +41,7 @@ def precompile(
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
-    kinds = [None if t is None else (t.dtype, t.data_ptr() % 16, t.untyped_storage().nbytes()) for t in tensors]
-    about = kernel.module, kernel.attribute, problem, kinds
+    about = kernel.module, kernel.attribute, problem, [None if t is None else Pointer.to(t) for t in tensors]
     role = _start_compiler, ((target.backend, target.arch, target.warp_size),), _environment(kernel)
     workers = [_kept_or_new(*role) for _ in range(max(1, min(num_workers, len(configs))))]
     tasks, results = deque(configs), SimpleQueue[Any]()
@@ -127,12 +126,12 @@ def _start_compiler(target: tuple) -> Callable:
     os.nice(5)  # lower priority than the process that times
     driver.set_active(CompileOnly(GPUTarget(*target)))
 
-    def compile(module: str, attribute: str, problem: Any, kinds: Iterable[tuple | None], config: Any) -> tuple[float, str | None]:
+    def compile(module: str, attribute: str, problem: Any, tensors: Sequence, config: Any) -> tuple[float, str | None]:
         try:
             kernel = getattr(import_module(module), attribute)
         except Exception as error:
             return 0.0, describe(error)
-        return _compile(kernel, problem, config, [kind and Pointer(*kind) for kind in kinds])
+        return _compile(kernel, problem, config, tensors)
 
     return compile
 
@@ -142,9 +141,12 @@ def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple
     try:
         from triton.runtime import driver
 
+        from .launch import described
+
         launch = kernel.launch(problem, config)
         options = launch.options(driver.active.get_current_target().backend)
-        kernel.function.warmup(*tensors, *launch.sizes, *launch.constants, grid=launch.grid, **options)
+        given = described(tensors, launch)
+        kernel.function.warmup(*given, *launch.sizes, *launch.constants, grid=launch.grid, **options)
     except Exception as error:
         cause = describe(error)
     return time.monotonic() - start, cause
@@ -152,11 +154,20 @@ def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple
 
 @dataclass(frozen=True)
 class Pointer:
-    """Stands in for a tensor: all that Triton's cache key reads from one."""
+    """Stands in for a tensor: all that Triton's cache key and descriptors read from one."""
 
     dtype: torch.dtype
     address: int
     nbytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def to(cls, t: Tensor) -> Pointer:
+        return cls(t.dtype, t.data_ptr() % 16, t.untyped_storage().nbytes(), tuple(t.shape), t.stride())
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
 
     def data_ptr(self) -> int:
         return self.address
