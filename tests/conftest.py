@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from helpers.bounds import check_bounds
 from helpers.interpreter import improve_interpreter
 from helpers.operators import HAS_GPU, Target
 from helpers.selection import applies, in_default_run
@@ -25,6 +26,7 @@ from sonde.operators import OPERATORS, Operator
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     improve_interpreter()
+    check_bounds()
 if find_spec("triton"):
     from sonde.grid._device import layout
 

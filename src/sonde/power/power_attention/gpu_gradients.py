@@ -11,7 +11,7 @@ from .gpu_kernels import QKV
 from .gpu_states import LEAST_GATE, SIZES
 
 GRAD = ["g_batch", "g_head", "g_row"]
-DOUBT = tl.constexpr(64)  # the rounding error of a sum over all pairs across a chunk boundary, counted in tokens
+DOUBT = tl.constexpr(64)  # the rounding error of a sum over a chunk boundary, as a multiple of one token's
 
 
 @triton.jit(do_not_specialize=[*SIZES, "o_batch", "o_head", "o_row", *GRAD])
@@ -20,7 +20,7 @@ def _row_factors(
     lost,  # as `out`, contiguous; or None
     grad,  # [B, h · groups, T, e], rows contiguous
     rates,  # [B, T, h · groups]
-    since,  # [B, h, T], e to the gates from the beginning of the chunk; None without gates
+    since,  # [B, h, T], the decay since the beginning of the chunk; None without gates
     rate,  # [B, h · groups, T]: ∂(Σ w v) is this times ∂out
     shift,  # [B, h · groups, T]: ∂(Σ w)
     past_rate,  # the same for the state before the chunk; None if not needed
@@ -163,6 +163,9 @@ def _query_gradients(
     shared = head // groups
     start, first = chunk * C, chunk * C + block * BM
     stop = tl.minimum(start + C, T)
+    if not EVEN:  # noqa: SIM102 (decided at compile time)
+        if first >= stop:  # the last chunk is shorter, and has fewer blocks
+            return
     i = places(first, BM, OFFSET)
     k += batch * multiple(k_batch, UNITS[1]) + shared * multiple(k_head, UNITS[1])
     v += batch * multiple(v_batch, UNITS[2]) + shared * multiple(v_head, UNITS[2])
@@ -184,7 +187,7 @@ def _query_gradients(
         low += (batch * h + shared) * T
         early += (batch * h + shared) * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-        high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
+        high_first, low_first = tl.load(high + first), tl.load(low + first)
         later = tl.exp((high_i - high_first) + (low_i - low_first))
     whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start
     total, excess = add_from_keys(
@@ -266,7 +269,7 @@ def _key_gradients(
     grad,
     high,
     low,
-    late,  # [B, h, T], e to the gates from after the first row of its BLOCK
+    late,  # [B, h, T], the decay since the first row of its BLOCK
     rate,
     shift,
     past_k,  # [B, h, T, d] and [B, h, T, e], the gradients through the states; or None
@@ -314,6 +317,9 @@ def _key_gradients(
     heads = h * groups
     first = chunk * C + block * BM
     stop = tl.minimum(chunk * C + C, T)
+    if not EVEN:  # noqa: SIM102 (decided at compile time)
+        if first >= stop:  # the last chunk is shorter, and has fewer blocks
+            return
     j = places(first, BM, OFFSET)
     k += batch * multiple(k_batch, UNITS[1]) + shared * multiple(k_head, UNITS[1])
     v += batch * multiple(v_batch, UNITS[2]) + shared * multiple(v_head, UNITS[2])
@@ -332,9 +338,8 @@ def _key_gradients(
         high += row_of * T
         low += row_of * T
         late += row_of * T
-        there = first < stop
         high_j, low_j = tl.load(high + j, mask=j < stop, other=0), tl.load(low + j, mask=j < stop, other=0)
-        high_last, low_last = tl.load(high + last - 1, mask=there, other=0), tl.load(low + last - 1, mask=there, other=0)
+        high_last, low_last = tl.load(high + last - 1), tl.load(low + last - 1)
         earlier = tl.exp((high_last - high_j) + (low_last - low_j))
     for member in range(groups):
         head = shared * groups + member
@@ -414,7 +419,7 @@ def _gate_gradient(
     start = chunk * C
     stop = tl.minimum(start + C, T)
     before, after, gains = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-    doubt_before, doubt_after = 0, 0  # the rounding errors of these sums, counted in tokens
+    doubt_before, doubt_after = 0, 0  # the rounding errors of these sums, as multiples of one token's
     if flows is not None:
         flows += row_of * (chunks + 1) * flow_columns
         before += flow_before(flows, chunk, chunks, flow_columns, BT)

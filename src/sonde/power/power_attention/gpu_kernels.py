@@ -57,7 +57,7 @@ def _outputs(
     v,  # [B, h, T, e], rows contiguous
     high,  # [B, h, T], sums of gates in the chunk; None without gates
     low,
-    early,  # [B, h, T], e to the gates from there to the end of its BLOCK
+    early,  # [B, h, T], the decay from there to the end of its BLOCK
     lengths,  # [B, h, T]
     past,  # [B, h · groups, T, e], the sums over earlier chunks; or None
     past_norms,  # [B, h · groups, T], their sums of weights
@@ -104,6 +104,9 @@ def _outputs(
     shared = head // groups
     start, first = chunk * C, chunk * C + block * BM
     stop = tl.minimum(start + C, T)
+    if not EVEN:  # noqa: SIM102 (decided at compile time)
+        if first >= stop:  # the last chunk is shorter, and has fewer blocks
+            return
     i = places(first, BM, OFFSET)
     row_of = batch * h + shared
     k += batch * multiple(k_batch, UNITS[1]) + shared * multiple(k_head, UNITS[1])
@@ -123,7 +126,7 @@ def _outputs(
         low += row_of * T
         early += row_of * T
         high_i, low_i = tl.load(high + i, mask=i < stop, other=0), tl.load(low + i, mask=i < stop, other=0)
-        high_first, low_first = tl.load(high + first, mask=first < stop, other=0), tl.load(low + first, mask=first < stop, other=0)
+        high_first, low_first = tl.load(high + first), tl.load(low + first)
         later = tl.exp((high_i - high_first) + (low_i - low_first))
     # keys that all queries see, in whole blocks; with gates, only where BLOCKs and blocks of keys and queries line up
     whole = start + (first - start) // BN * BN if not GATED or (BM % BLOCK == 0 and BLOCK % BN == 0) else start

@@ -17,13 +17,12 @@ from .gpu_states import SIZES, X, Y, packed
 
 
 @triton.jit
-def rows_of(chunks_first, heads, T, C, BM: tl.constexpr, OFFSET: tl.constexpr):
-    """Which rows of which chunk and head a program computes: chunk, batch, head, rows, and the row after the chunk's last."""
+def block_of(chunks_first, heads, T, C, BM: tl.constexpr):
+    """What a program computes: its chunk, batch, head, first row, and the row after the last of the chunk."""
     blocks = tl.cdiv(C, BM)
     chunk = tl.program_id(0) // blocks + chunks_first
-    row = places(chunk * C + tl.program_id(0) % blocks * BM, BM, OFFSET)
     _, batch, head = head_program(heads)
-    return chunk, batch, head, row, tl.minimum(chunk * C + C, T)
+    return chunk, batch, head, chunk * C + tl.program_id(0) % blocks * BM, tl.minimum(chunk * C + C, T)
 
 
 @triton.jit
@@ -138,7 +137,11 @@ def _past_sums(
 ):
     n: tl.constexpr = D // TILE
     SPAN: tl.constexpr = n * (n + 1) // 2 * TILE * TILE
-    chunk, batch, head, i, stop = rows_of(first_chunk, h * groups, T, C, BM, OFFSET)
+    chunk, batch, head, first, stop = block_of(first_chunk, h * groups, T, C, BM)
+    if not EVEN:  # noqa: SIM102 (decided at compile time)
+        if first >= stop:  # the last chunk is shorter, and has fewer blocks
+            return
+    i = places(first, BM, OFFSET)
     x += batch * multiple(x_batch, UNIT) + head * multiple(x_head, UNIT)
     x_step, column = multiple(x_row, UNIT), tl.arange(0, BE)
     inside, here = None if EVEN else (i < stop)[:, None], None if BE == E else (column < E)[None, :]
@@ -198,7 +201,11 @@ def _past_gradients(
 ):
     n: tl.constexpr = D // TILE
     SPAN: tl.constexpr = n * (n + 1) // 2 * TILE * TILE
-    chunk, batch, head, i, stop = rows_of(first_chunk, h * groups, T, C, BM, OFFSET)
+    chunk, batch, head, first, stop = block_of(first_chunk, h * groups, T, C, BM)
+    if not EVEN:  # noqa: SIM102 (decided at compile time)
+        if first >= stop:  # the last chunk is shorter, and has fewer blocks
+            return
+    i = places(first, BM, OFFSET)
     x += batch * multiple(x_batch, X_UNIT) + head * multiple(x_head, X_UNIT)
     y += batch * multiple(y_batch, Y_UNIT) + head * multiple(y_head, Y_UNIT)
     x_step, inside = multiple(x_row, X_UNIT), None if EVEN else (i < stop)[:, None]
