@@ -19,11 +19,12 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 OPERATORS = {
     "grid": ("sample_sum", "sample_dot", "sample_attention", "grid_sample", "deformable_aggregation", "ms_deform_attn"),
     "points": ("knn", "radius_neighbors", "radius_search", "knn_aggregate", "radius_aggregate"),
-    "power": ("copy", "mm", "sympow", "sympow_mm", "attention"),
+    "power": ("copy", "mm", "sympow", "sympow_mm", "attention", "power_attention"),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -43,15 +44,14 @@ def call(function, args, impl: str):
 
 
 def hashes(function, args, impl: str) -> list[str]:
-    args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-    outs = call(function, args, impl)
-    outs = list(outs) if isinstance(outs, (tuple, list)) else [outs]
+    args = tree_map_only(Tensor, lambda a: a.detach().requires_grad_() if a.is_floating_point() else a, args)
+    outs = tree_leaves(call(function, args, impl))
     found = [digest(o) for o in outs]
     graded = [o for o in outs if o.requires_grad]
     if graded:
         g = torch.Generator().manual_seed(1)
         grads = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in graded]
-        leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        leaves = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.requires_grad]
         found += ["-" if d is None else digest(d) for d in torch.autograd.grad(graded, leaves, grads, allow_unused=True)]
     return found
 
@@ -76,7 +76,7 @@ def main() -> None:
                             torch.use_deterministic_algorithms(deterministic)
                             device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
                             args = cases.make(**sizes, dtype=dtype)
-                            args = [a.to(device) if isinstance(a, Tensor) else a for a in args]
+                            args = tree_map_only(Tensor, lambda a, device=device: a.to(device), args)
                             key = f"{name} {case} {str(dtype).removeprefix('torch.')} {impl}{' deterministic' * deterministic}"
                             made[key] = hashes(function, args, impl)
             print(f"{name}: {len(made)} so far", file=sys.stderr, flush=True)

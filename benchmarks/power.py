@@ -1,6 +1,6 @@
-"""The dense family on a GPU: every candidate of every kernel, checked and timed, and torch's own operators for comparison.
+"""The dense family on a GPU: up to MOST candidates of each kernel, checked and timed, and torch's own operators to compare with.
 
-    PYTHONPATH=src python benchmarks/power.py copy mm sympow sympow_mm attention --out FOLDER
+    PYTHONPATH=src python benchmarks/power.py copy mm sympow sympow_mm attention power_attention --out FOLDER
 
 Times are medians of CUDA events, with the L2 cache flushed before each run. They are device times, so replaying a CUDA graph
 would give the same. Values are compared with float64 (or float32, if that does not fit) before anything is timed.

@@ -43,7 +43,7 @@ def winners_of(document: dict[str, Any], arch: int) -> Iterator[dict[str, Any]]:
             args = operator.make(**operator.cases.BENCH[case], dtype=getattr(torch, document["dtype"]))
             launches = Captured(operator, args, phase == "backward").launches()
         if [kernel.name for kernel, _, _ in launches] != [record["kernel"] for record in records]:
-            print(f"{name} {case} {phase}: its kernels are others now; measure it again")
+            print(f"{name} {case} {phase}: its kernels have changed; measure it again")
             continue
         for (kernel, problem, tensors), record in zip(launches, records):
             found = fastest(kernel, problem, tensors, record["candidates"])

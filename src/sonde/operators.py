@@ -1,7 +1,7 @@
 """The one table of operators: what commands, tests, release builds and benchmarks know about each.
 
 Importing it loads no family: an entry's methods import what they need. An operator with an entry takes part in all of them.
-Its folder has the files of every other (``CONTRIBUTING.md``); its ``cases.py`` has ``SMALL``, ``BENCH``, ``TARGETS``, ``make``,
+Its folder has the same files as the others (``CONTRIBUTING.md``); its ``cases.py`` has ``SMALL``, ``BENCH``, ``TARGETS``, ``make``,
 ``eager`` and ``count`` (the last two unless bench refuses it), and ``SMALL`` has at least the cases named in ``EDGES``. If the
 reference needs too much memory for real cases, ``definition`` computes the same in pieces, for the checks of ``bench``.
 """
@@ -22,7 +22,7 @@ EDGES = (
     "odd_sizes",
     "hostile",
     "one_pixel",
-)  # cases that every operator has: odd sizes, values that are not finite, all in one place
+)  # cases that every operator has: odd sizes; extreme values; all samples in one place, or all sizes 1
 
 
 @dataclass(frozen=True, eq=False)

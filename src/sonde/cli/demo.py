@@ -91,7 +91,7 @@ def show(records: list[dict]) -> None:
     left_out("demo")
     power = [name for name, operator in OPERATORS.items() if operator.family == "power"]
     if any(r["operator"] in power for r in records if r["environment"]["kind"] == "cpu"):
-        print(f"{', '.join(power)} are made for GPUs; on CPUs they are often slower than torch's own routines.")
+        print(f"{', '.join(power)} are made for GPUs; on CPUs copy, mm and attention mostly run torch's own routines.")
     print("Error: the largest of the value's and all gradients', relative to the float64 reference, in norm.")
     print("Memory: the peak during forward + backward, inputs not counted.")
     print("Next: sonde bench --backward (real sizes), sonde doctor (what can run here).")

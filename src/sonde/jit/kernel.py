@@ -123,7 +123,7 @@ class Tunable:
                 start = bind(self.function, tensors, self.launch(problem, choice.config))
                 break
             except Exception as caught:  # this compiler may reject a winner that was found with another version
-                large = choice.origin == "default" and type(caught).__name__ == "OutOfResources"  # for this device
+                large = choice.origin == "default" and type(caught).__name__ == "OutOfResources"  # too large for this device
                 if not (large or choice.origin in ("tuned", "shipped")) or type(policy) is PickStored:
                     raise
                 self._refused.add((choice.key, choice.config))

@@ -107,7 +107,8 @@ def _imported(row: Any) -> Winner:
 def parse_json(data: Any) -> Any:
     """Parse JSON from any bytes; ValueError if it is not JSON. Oddities become values that validation then refuses.
 
-    An object with a repeated name becomes None, bytes that are not UTF-8 lone surrogates, nesting too deep for the parser null.
+    An object with a repeated name becomes None, bytes that are not UTF-8 become lone surrogates, and nesting too deep for the
+    parser becomes null.
     """
     if isinstance(data, bytes):
         try:

@@ -42,7 +42,7 @@ class Kept:
         return self._owners() == self.alone
 
     def is_as_made(self) -> bool:
-        """False once it was resized, shared with another process, or read by NumPy, after which nobody can resize it."""
+        """False once it was resized, shared with another process, or read by NumPy, after which it cannot be resized."""
         return self.storage.nbytes() == self.size and self.storage.resizable() and not self.storage.is_shared()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from .cpu_cache import cache_of
 
 njit: Callable[..., Any] = numba.njit  # Numba's stubs lack the options used here
-FAST = {"contract", "reassoc", "nsz", "arcp"}
+FAST = {"contract", "reassoc", "nsz", "arcp"}  # not "nnan" and "ninf": NaN and infinities must be kept
 _WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _OWN = {"forceinline": True, "_nrt": False}  # undocumented options, which a release of Numba may drop
 _INLINE = _WITHIN | {option: value for option, value in _OWN.items() if hasattr(DefaultOptions, option)}

@@ -301,7 +301,7 @@ def operator(
         raise ValueError(f"operator: the name must be like 'mylib::blur', of letters, digits and underscores; got {name!r}")
     if name.startswith(("sonde::", "aten::", "prim::", "prims::")):
         raise ValueError(f"operator: the namespace of {name!r} is taken; use one of your own")
-    _not_twice(name, function)
+    _not_twice(name)
     about = parameters(name, function, differentiable, saved, no_grad, unbatched)
     _accepts(f"{name}: the reference", reference, about.names)
     if fake is not None:
@@ -323,7 +323,7 @@ def operator(
 NO_TENSOR = "needs at least one tensor, whose device says where to run; got none"
 
 
-def _not_twice(name: str, function: Callable[..., Any]) -> None:
+def _not_twice(name: str) -> None:
     for taken in (name, f"{name}_backward", name.removesuffix("_backward")):
         if taken in _registered:
             raise ValueError(

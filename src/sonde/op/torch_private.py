@@ -57,14 +57,14 @@ _device_context = _find("utils._device.DeviceContext", "calls under torch.device
 
 # functorch
 _innermost = _find("_C._functorch.peek_interpreter_stack", "torch.func.functionalize is refused")
-_functionalize = _find("_C._functorch.TransformType.Functionalize", "the transform is asked for its name")
-_single_level = _find("autograd.function._SingleLevelFunction", "a function is applied without its own apply")
+_functionalize = _find("_C._functorch.TransformType.Functionalize", "the transform is recognised by its name")
+_single_level = _find("autograd.function._SingleLevelFunction", "the base class's apply is used")
 _in_single_level = _find(
     "_functorch.autograd_function.enable_single_level_autograd_function", "torch.func is refused inside of torch.compile"
 )
-_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", "a slower question is asked")
-_is_batched = _find("_C._functorch.is_batchedtensor", "a slower question is asked")
-_unwrap = _find("_C._functorch.get_unwrapped", "a slower question is asked")
+_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", "a slower check is used")
+_is_batched = _find("_C._functorch.is_batchedtensor", "a slower check is used")
+_unwrap = _find("_C._functorch.get_unwrapped", "a slower check is used")
 _level_of = _find("_C._functorch.maybe_get_level", "an index of points is refused inside of torch.vmap")
 _clear_transforms = _find(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", "hashes of points are made inside of transforms"
@@ -72,14 +72,14 @@ _clear_transforms = _find(
 
 # faster than the public way
 deterministic: Callable[[], bool] = _find(
-    "_C._get_deterministic_algorithms", "a slower question is asked", torch.are_deterministic_algorithms_enabled
+    "_C._get_deterministic_algorithms", "a slower check is used", torch.are_deterministic_algorithms_enabled
 )
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards", "calls are looked up by a key, which takes three times as long")
-_storage_use_count = _find("_C._storage_Use_Count", "memory of CPU results is not used again")
-_storage_address = _find("UntypedStorage._cdata", "memory of CPU results is not used again")
-_unpack_dual = _find("_VF._unpack_dual", "a slower question is asked")
-_is_zero = _find("Tensor._is_zerotensor", "tensors of zeros without memory are known by their address")
-_version_of = _find("Tensor._version", "whether points were written is seen in their hash alone")
+_storage_use_count = _find("_C._storage_Use_Count", "memory of CPU results is not reused")
+_storage_address = _find("UntypedStorage._cdata", "memory of CPU results is not reused")
+_unpack_dual = _find("_VF._unpack_dual", "a slower check is used")
+_is_zero = _find("Tensor._is_zerotensor", "tensors of zeros without memory are recognised by their address")
+_version_of = _find("Tensor._version", "writes to points are detected by their hash alone")
 _empty_strided_cpu = _find("_C._dynamo.guards._empty_strided_cpu", "results take longer to allocate")
 _empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", "results take longer to allocate")
 _raw_stream = torch.backends.cuda.is_built() and _find("_C._cuda_getCurrentRawStream", "a shared pool takes longer to allocate")
@@ -87,7 +87,7 @@ flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu", 
 flash_attention_backward = _find(
     "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "gradients of attention on CPUs take several times as long"
 )
-_below_autograd = _find("_C._AutoDispatchBelowAutograd", "operators call each other once more")
+_below_autograd = _find("_C._AutoDispatchBelowAutograd", "each operator calls a second one that does its work")
 
 
 def observed() -> bool:
@@ -216,11 +216,11 @@ def is_fake(x: Tensor) -> bool:
 
 
 def _fake_tensor() -> Any:
-    return _fake("FakeTensor", "no subclass of Tensor is taken to have memory")
+    return _fake("FakeTensor", "subclasses of Tensor are treated as if they had no memory")
 
 
 def _fake_tensor_mode() -> Any:
-    return _fake("FakeTensorMode", "plans of commands take the memory of their arguments, on a device that is there")
+    return _fake("FakeTensorMode", "commands that plan allocate their arguments, on a device that must exist")
 
 
 def fake_mode() -> Any:

@@ -33,7 +33,7 @@ def strides(got: Tensor, want: Tensor) -> str | None:
 
 
 def difference(got: Tensor, want: Tensor, tolerance: float | None = None, allowance: float = 0.0) -> str | None:
-    """How the values differ, if by more than a tolerance, relative in norm, plus an absolute allowance; else None."""
+    """How the values differ, if the norm of the difference exceeds `tolerance` · ‖want‖ + `allowance`; else None."""
     if got.numel() == 0:
         return None
     got, want = got.detach(), want.detach()

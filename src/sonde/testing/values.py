@@ -105,7 +105,7 @@ def _same(subject: Subject, got: dict[str, Tensor | None], want: dict[str, Tenso
         a = got[name]
         if a is None or b is None:
             if a is not b:
-                yield f"{what.format(name)} is {'forgotten' if a is None else 'there, and otherwise not'}"
+                yield f"{what.format(name)} is {'forgotten' if a is None else 'returned, and otherwise none is'}"
             continue
         found = layout(a, b) or difference(a, b, subject.tolerance)
         if found:

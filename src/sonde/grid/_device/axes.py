@@ -136,7 +136,7 @@ def weight_slope(t, k: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def axis(u, N, STRIDE, TAPS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, OFFSET: tl.constexpr, SLOPES: tl.constexpr):
-    """Tuples over the taps of an axis: offset, mask, weight and, if SLOPES, the derivative of the weight by u."""
+    """Tuples over the taps of an axis: offset, mask, weight and, if SLOPES, the derivative of the weight in u."""
     live, first, t, slope = along(u, N, TAPS, PAD, ALIGN, tl.int32)
     at = ()
     there = ()

@@ -109,7 +109,7 @@ def add_row(p, rows, k, in_c):
 
 @triton.jit
 def interpolate(v00, v01, v10, v11, fy, fx):
-    """→ the value and its derivatives by y and x; written with differences, so a constant image interpolates exactly."""
+    """→ the value and its derivatives in y and x; written with differences, so a constant image interpolates exactly."""
     dx_top, dx_bottom = v01 - v00, v11 - v10
     top = v00 + fx * dx_top
     dy = v10 + fx * dx_bottom - top

@@ -104,7 +104,7 @@ def epipolar(
     )
 
 
-def grid_sample(images: Tensor, samples: Tensor) -> Tensor:
+def every_sample(images: Tensor, samples: Tensor) -> Tensor:
     """Every sample of every channel, ``[B, C, Q, D]``: the intermediate that a user of plain PyTorch has to store."""
     wide = torch.promote_types(images.dtype, samples.dtype)
     return F.grid_sample(images.to(wide), samples.to(wide), align_corners=False)

@@ -25,7 +25,7 @@ PER_HEAD = ("coef", "rows")  # have a dimension of heads; the other derivatives 
 
 
 def derivatives(wants: Mapping[str, str], given: Mapping[str, Opt], octaves: int = 0, *, dtype: torch.dtype | None = None) -> Pass:
-    """The pass that takes the operands `given` and returns the derivatives of T by those in `wants`: operand → name in a plan.
+    """The pass that takes the operands `given` and returns the derivatives of T in those of `wants`: operand → name in a plan.
 
     A derivative has the dtype of its operand, or `dtype` if that operand is not given. Operands may be meta tensors.
     """
@@ -66,7 +66,7 @@ def _add_blocks(p: CpuPass, wants: Mapping[str, str], heads: int, shapes: Shapes
 def _add_block(
     p: CpuPass, wants: Mapping[str, str], finished: Sequence[str], shapes: Shapes, octaves: int, heads: slice | None = None
 ) -> dict[str, str]:
-    """Steps for the derivatives of a block of heads, or of all; the plan says that they write the `finished` ones."""
+    """Steps for the derivatives of a block of heads, or of all; in the plan they write only the results in `finished`."""
     images, wide, found = p.given["images"], p.accumulator, {}
     assert images is not None
     B, C, H, W = images.shape
@@ -126,7 +126,7 @@ def _heads(coef: Opt, rows: Opt) -> int:
 
 
 def _blocks(B: int, C: int, threads: int) -> tuple[int, int]:
-    """→ number and width of the blocks of channels that occupy all threads; results do not depend on it."""
+    """→ number and width of the blocks of channels, chosen so that all threads are busy; results do not depend on them."""
     blocks = min(-(-threads // max(1, B)), -(-C // LANES))
     width = -(-C // (max(1, blocks) * LANES)) * LANES
     return -(-C // max(1, width)), width

@@ -206,7 +206,7 @@ def _tiles(M, levels):
 @array_part
 def _scratch(room, like, slopes):
     """Buffers for the samples of two tiles: the list of those that see a pixel (sample, weight, place); offsets of their corners;
-    weights of the corners; derivatives of these by x and y, if `slopes`; and which of sixteen see a pixel."""
+    weights of the corners; derivatives of these in x and y, if `slopes`; and which of sixteen see a pixel."""
     listed, corner, real = np.empty((2 * room, 3), np.int64), np.empty((2 * room, 4), np.int64), like.dtype
     weigh, sloping = np.empty((2 * room, 4), real), 2 * room if slopes else 0
     by_x, by_y = np.empty((sloping, 4), real), np.empty((sloping, 4), real)
@@ -257,7 +257,7 @@ def _locate(n, first, here, rows, drop, spare, levels, sizes, locations, samples
 
 @exact_part
 def _axis(x, size):
-    """Along one axis → the lower corner, whether there is only one, weights of both, and their derivatives by the location.
+    """Along one axis → the lower corner, whether there is only one, weights of both, and their derivatives in the location.
 
     If one corner is outside, the other stands for both, with half of its weight each.
     """

@@ -233,7 +233,7 @@ def shares(fy, fx):
 
 @triton.jit
 def slopes(d00, d01, d10, d11, fy, fx):
-    """Derivatives by y and x of the bilinear interpolation of four values."""
+    """Derivatives in y and x of the bilinear interpolation of four values."""
     return (1 - fx) * (d10 - d00) + fx * (d11 - d01), (1 - fy) * (d01 - d00) + fy * (d11 - d10)
 
 

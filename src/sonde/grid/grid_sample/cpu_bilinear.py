@@ -264,7 +264,7 @@ def _flat(points):
 
 @array_part
 def _room(points, block):
-    """Buffers for a block of samples: position in the cell, its derivatives by the coordinates, and the coordinates' gradient; the
+    """Buffers for a block of samples: position in the cell, its derivatives in the coordinates, and the coordinates' gradient; the
     cell's first pixel, and which of its four pixels exist, as bits."""
     return np.empty((6, block), points.dtype), np.empty((2, block), np.int32)
 

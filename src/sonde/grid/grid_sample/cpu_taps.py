@@ -13,8 +13,8 @@ FAR = 2.0**30
 
 @exact_part
 def axis(points, b, p, m, d, size, taps, pad, align, at, part_of, rate, cell):
-    """The taps along axis `d`, and the cell if `cell` is not empty. Every loop is simple enough to be vectorised, and every
-    operation is rounded as in the reference."""
+    """Fill rows d·taps on of `at` (pixels), `part_of` (weights) and `rate` (their derivatives) for samples p to p + m, and row d
+    of `cell` unless it is empty. Every loop is simple enough to be vectorised; operations are rounded as in the reference."""
     real = points.dtype.type
     first = d * taps
     positions(points, b, p, m, d, size, taps, pad, align, part_of[first], rate[first])
@@ -65,7 +65,8 @@ def positions(points, b, p, m, d, size, taps, pad, align, x, slope):
 
 @exact_part
 def place(u, size, taps, pad, align):
-    """The positions of coordinates on an axis of pixels, −16 for those that see none, and d position / d u."""
+    """The positions of coordinates on an axis of pixels, and d position / d u. −16 stands for coordinates that see no pixel: so far
+    outside that no tap of it exists."""
     nothing = where(u < u, u, 0)
     n = nothing + size
     x = (u + 1) * 0.5 * (n - 1) if align else ((u + 1) * n - 1) * 0.5

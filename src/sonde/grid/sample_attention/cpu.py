@@ -99,7 +99,7 @@ def backward_pass(
         shared, n = values is None, rows.size * views
         scores: Any = np.empty((0, 0, 0, 0), NUMPY[wide])
         weights = scores
-        if pixels and shared:  # the weights come after the derivatives by scores, as additional heads
+        if pixels and shared:  # the weights come after the gradients of the scores, as additional heads
             scores = weights = rows.buffer("weights", (n, 2 * h, Q, D))
         elif pixels:
             scores, weights = rows.buffer("d_scores", (n, h, Q, D)), rows.buffer("weights", (n, h, Q, D))

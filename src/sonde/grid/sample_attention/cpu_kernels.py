@@ -154,7 +154,7 @@ def slopes(
     g_samples,  # derivatives, shaped like their operands; empty if not wanted
     g_depths,
     g_queries,
-    scores,  # [B*V, h, Q, D], derivatives by scores; `weights` apart or as additional heads; empty if not wanted
+    scores,  # [B*V, h, Q, D], gradients of the scores; `weights` apart or as additional heads; empty if not wanted
     weights,
 ):
     """The gradients of queries `start` to `stop` and of the coordinates and depths of their samples; weights are recomputed."""
@@ -239,6 +239,6 @@ def slopes(
 
 @part
 def put_slopes(b, q, d, i, weight, s, g_samples):
-    """Add the derivatives by the coordinates of a sample whose four pixels have the dot products `s`."""
+    """Add to the gradient of the coordinates of a sample whose four pixels have the dot products `s`."""
     g_samples[b, q, d, 0] += weight[i, 4] * s[0] + weight[i, 5] * s[1] + weight[i, 6] * s[2] + weight[i, 7] * s[3]
     g_samples[b, q, d, 1] += weight[i, 8] * s[0] + weight[i, 9] * s[1] + weight[i, 10] * s[2] + weight[i, 11] * s[3]

@@ -32,7 +32,7 @@ def expected(
 def expected_gradients(p: Problem, tensors: tuple[Any, ...], **at: int) -> dict[int, Tensor]:
     """The results that the launch writes, at the positions `at`.
 
-    Weights and derivatives by scores are computed as the kernels do; the rest are derivatives of
+    Weights and gradients of scores are computed as in the kernels; the rest are derivatives of
     Σ d_scores · scores + Σ weights · (values · grad), with both held fixed.
     """
     images, values, samples, queries, depths, mask, grad, *rest = tensors

@@ -293,7 +293,7 @@ def _attend_queries(
 
 @triton.jit
 def slopes(row, pulls, keys, seen, shared, live, level, mean, scale, tile):
-    """→ the weights of these samples, and the derivative of the loss by their scores before scaling."""
+    """→ the weights of these samples, and the gradients of their scores before scaling."""
     logit = score(row, keys, shared, live) * scale
     p = tl.where(live, tl.exp(logit - level), 0)
     return p, tl.where(live, p * (dot(pulls, seen, tile) - mean) * scale, 0)
@@ -314,7 +314,7 @@ def _attend_pixels(
     d_values,
     d_samples,
     d_depths,
-    d_scores,  # [B·V, h, Q, D], derivative by scores, and weights, which deterministic sums read; else None
+    d_scores,  # [B·V, h, Q, D], gradients of the scores, and weights; None unless sums are deterministic
     weights,
     H,
     W,
@@ -342,7 +342,7 @@ def _attend_pixels(
 ):
     """Add each sample of BLOCK_Q queries to the gradients of pixels; write the gradients of its coordinates and depth.
 
-    With w the derivative by a sample's scores and p its weights, Σ_h w·queries is spread over its four pixels of the images, and
+    With w the gradient of a sample's scores and p its weights, Σ_h w·queries is spread over its four pixels of the images, and
     Σ_h p·grad over those of the values.
     """
     SHARED: tl.constexpr = values is None
@@ -450,7 +450,7 @@ def spread(
     image, d_images, d_offset, a, corner, one_cell, first, c, in_c, g_y, g_x, H, W, STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
     PLACES: tl.constexpr, ACC: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Add `a`, the derivative by a tile of samples, to their pixels, and `a` times the image's slopes to g_y and g_x."""
+    """Add `a`, the gradient of a tile of samples, to their pixels, and `a` times the image's slopes to g_y and g_x."""
     pixel, k00, k01, k10, k11, fy, fx = corner
     if PLACES:
         v00, v01, v10, v11 = corners(image, pixel, k00, k01, k10, k11, channel(c, H, W, STRIDE, OFFSET), in_c, W, STRIDE, ACC)

@@ -156,6 +156,6 @@ def make(
     return made
 
 
-def pairs(M: int, N: int) -> int:
+def queries_at_once(N: int) -> int:
     """How many queries plain PyTorch compares with all N points at a time."""
     return max(1, 2**26 // max(1, N))

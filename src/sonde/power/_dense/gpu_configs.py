@@ -10,7 +10,7 @@ from ...jit.kernel import Unsupported
 from ...jit.launch import Launch, cdiv
 
 Strides = tuple[int, int, int]  # of batch, row and column
-MOST = 65_535  # programs along the second or third axis of a grid
+MOST = 65_535  # the most programs along the second or third axis of a grid
 ALL_REGISTERS = 255  # of a thread; the assembler's own target is often lower, and then it may spill although registers are free
 
 
@@ -73,7 +73,7 @@ def candidate_configs(p: Problem) -> list[Config]:
 
 
 def batch_grid(programs: int, batch: int) -> tuple[int, int, int]:
-    """A grid of `programs` for each entry of the batch, which is the second and third axis: one has MOST programs at most."""
+    """A grid with `programs` programs per batch entry; the batch takes the second and third axes, each limited to MOST."""
     if batch <= MOST:
         return programs, batch, 1
     parts = next((n for n in range(cdiv(batch, MOST), MOST + 1) if batch % n == 0), None)
@@ -106,7 +106,7 @@ def launch_product(p: Problem, config: Config, programs: int, constants: tuple) 
     tiles = cdiv(p.M, config.block_m) * cdiv(p.N, config.block_n)
     grid = batch_grid(min(tiles, programs) if config.described else tiles, p.B)
     described = dict(descriptors=blocks(p, config)) if config.described else {}
-    scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]  # where the assembler uses 96 and spills two
+    scalar = p.common == torch.float32 and p.precision == "ieee" and p.turned[1]  # here the assembler aims at 96 and spills two
     limit = ALL_REGISTERS if scalar or not p.hopper else None
     numbers = (p.M, p.N, p.K, *p.a, *p.b)
     return Launch(grid, numbers, constants, config.num_warps, config.num_stages, registers=limit, **described)  # type: ignore

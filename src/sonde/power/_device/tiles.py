@@ -38,7 +38,7 @@ def batch_program():
 
 @triton.jit
 def head_program(heads):
-    """Where the batch counts heads: this program's number along it, its entry and its head, divided as int32, which is quicker."""
+    """If the batch counts heads: this program's number along it, its entry and its head; divided as int32, which is faster."""
     program = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     return program.to(tl.int64), (program // heads).to(tl.int64), (program % heads).to(tl.int64)
 

@@ -1,4 +1,4 @@
-"""The basis of the symmetric power: tiles of indices, their order and multiplicities; φ and its gradient from tables of them."""
+"""The basis of the symmetric power: tiles of indices, their order and multiplicities; φ and its gradient, computed from these."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sequences(n: int, power: int) -> list[list[int]]:
 
 
 def root(u: list[int]) -> float:
-    """√mult: how often the product of these indices occurs in the full tensor."""
+    """√mult, where mult says how often the product of these indices occurs in the full tensor."""
     counts = [u.count(v) for v in sorted(set(u))]
     return sqrt(factorial(len(u)) // prod([factorial(c) for c in counts]))
 

@@ -33,7 +33,7 @@ def partial_products(x, pieces, prefix, P, T, out):
 
 @cpu.part
 def expand_8(root, partial, count, x, first, out, at):
-    """A tile with T = 8. The piece stays in registers, which the compiler cannot do itself: for all it knows, `out` is `x`."""
+    """A tile with T = 8. The piece is kept in local variables: `out` might alias `x`, so the compiler would reload it."""
     a, b, c, d = root * x[first], root * x[first + 1], root * x[first + 2], root * x[first + 3]
     e, f, g, h = root * x[first + 4], root * x[first + 5], root * x[first + 6], root * x[first + 7]
     for j in range(count):
@@ -67,7 +67,7 @@ def expand(start, stop, x, pieces, roots, P, T, out):
 
 @cpu.part
 def differentiate_8(root, partial, count, x, first, grad, at, through, total):
-    """A tile with T = 8: adds to the derivatives by the partial products, and to those by the numbers of the piece."""
+    """A tile with T = 8: adds to `through` and `total`, the gradients of the partial products and of the piece's numbers."""
     a, b, c, d = root * x[first], root * x[first + 1], root * x[first + 2], root * x[first + 3]
     e, f, g, h = root * x[first + 4], root * x[first + 5], root * x[first + 6], root * x[first + 7]
     for block in range(0, count, 8):
@@ -86,7 +86,7 @@ def differentiate_8(root, partial, count, x, first, grad, at, through, total):
 
 @cpu.part
 def add_share(through, j, x, pieces, prefix, P, T, total):
-    """Add the derivatives by the numbers of the prefix that make product j; `through` is the derivative by the product."""
+    """Add to the gradients of the prefix's numbers that make product j; `through` is the gradient of that product."""
     digits = j
     for i in range(P - 2, -1, -1):
         share, others = through, j

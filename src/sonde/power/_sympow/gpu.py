@@ -23,7 +23,7 @@ from .gpu_configs import Config, Problem
 from .reference import power_of
 
 FORCE_INT64 = False
-NOTHING = (0, 0, 0)
+NO_STRIDES = (0, 0, 0)
 
 
 def problem_of(
@@ -41,7 +41,7 @@ def problem_of(
     (B, R, d) = x.shape
     slabs = [s for s in (x, y, z) if s is not None]
     common = common_dtype(*(s.dtype for s in slabs))
-    strides: Any = [s.strides if s is not None else NOTHING for s in (x, y, z)]
+    strides: Any = [s.strides if s is not None else NO_STRIDES for s in (x, y, z)]
     far = max([s.extent for s in slabs] + [R * N, dimension(d, power, T) * max(N, 1)]) >= 2**31
     return Problem(
         B, R, N, d, dimension(d, power, T), power, T, scaled, strides[0], strides[1], strides[2],
@@ -85,7 +85,7 @@ def launch_expand(p: Problem, c: Config) -> Launch:
 def _constants(p: Problem, c: Config) -> tuple:
     return (
         p.d, p.D, p.power, p.T, p.T**p.power, p.scaled, p.paired, triton_dtype(p.wide), TRITON[p.common], p.precision, _far(p),
-        p.units,        c.block_r, c.block_n, c.block_d,
+        p.units, c.block_r, c.block_n, c.block_d,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ paired_gradient = jit.kernel(
 def record_product(
     p: Pass, x: Slab, y: Slab, z: Slab | None, problem: Problem, expands: str, out: str, dtype: torch.dtype, writes: str
 ) -> str:
-    """Record φ(x) @ y, or φ(x)ᵀ @ y if the sum runs over rows of φ; returns the slot of the result, which is contiguous."""
+    """Record φ(x) @ y if `expands` is "k", φ(x)ᵀ @ y if it is "m"; returns the slot of the result, which is contiguous."""
     rows = problem.R if expands == "k" else problem.D
     made = p.buffer(out, (problem.B, rows, problem.N), dtype)
     takes = [x.slot, y.slot, None if z is None else z.slot, *basis(p, problem.d // problem.T, problem.power), made]

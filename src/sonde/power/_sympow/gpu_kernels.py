@@ -228,7 +228,7 @@ def _sums(
 
 
 @triton.jit
-def power_gradient(y, z, k, row, y_step, y_column, z_row, z_step, in_rows, known, N, FUSED: tl.constexpr, ACC: tl.constexpr,
+def power_gradient(y, z, k, y_column, z_row, z_step, in_rows, known, N, FUSED: tl.constexpr, ACC: tl.constexpr,
                    COMMON: tl.constexpr, PRECISION: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
                    BD: tl.constexpr):  # fmt: skip
     """∂φ of some rows and columns [BR, BD]: loaded or, if FUSED, computed as the product of rows of y and of z."""
@@ -331,7 +331,7 @@ def _gradient(
                 before = u_q
             k = (rank * SPAN + within).to(OFFSET)
             phi = power_gradient(
-                y_rows, z, k, row, 0, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, known, N,
+                y_rows, z, k, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, known, N,
                 z is not None, ACC, COMMON, PRECISION, BR, BN, BD,
             )  # fmt: skip
             if SCALED:
@@ -374,7 +374,7 @@ def _paired_gradient(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The same for power 2: one fragment of ∂φ gives the gradients of both pieces; those of the rows stay in registers."""
+    """The same for power 2: one fragment of ∂φ gives the gradients of both pieces, which are summed in registers."""
     n: tl.constexpr = d // T
     N = multiple(N, UNITS[6])
     batch = batch_program()
@@ -396,7 +396,7 @@ def _paired_gradient(
     for tile in range(n * (n + 1) // 2):
         k = (tile * (T * T) + tl.arange(0, T * T)).to(OFFSET)
         phi = power_gradient(
-            y_rows, z, k, row, 0, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, k >= 0, N,
+            y_rows, z, k, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, k >= 0, N,
             z is not None, ACC, COMMON, PRECISION, BR, BN, T * T,
         )  # fmt: skip
         if SCALED:

@@ -1,4 +1,4 @@
-"""``attention`` by blocks of queries and torch's BLAS: for empty sequences, and where torch has no flash kernel for CPUs."""
+"""``attention`` by blocks of queries and torch's BLAS, where ``cpu_flash`` does not apply: e ≠ d, scale ≤ 0, empty, huge inputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _multiplied(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, y: Tensor, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
-    """Blocks of query rows, how many keys a block may see, and the mask of those that each row does not."""
+    """Blocks of query rows, the number of keys that a block may see, and a mask of those that are hidden from each row."""
     T, S = x.shape[2], y.shape[2]
     step = max(1, min(256, BLOCK // max(1, S * x.shape[1])))
     for start in range(0, T, step):

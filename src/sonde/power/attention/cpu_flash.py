@@ -15,7 +15,7 @@ from ...op.torch_private import flash_attention, flash_attention_backward
 
 
 def applies(x: Tensor, y: Tensor, scale: float) -> bool:
-    """Whether no logit can be infinite or NaN, and the scale keeps the −∞ of masked keys, which the kernel multiplies by it."""
+    """Whether all logits are finite and the scale is positive: the kernel multiplies the −∞ of masked keys by it."""
     largest = _largest(x) * _largest(y) * x.shape[3] * scale
     return scale > torch.finfo(torch.float32).tiny and largest < torch.finfo(x.dtype).max
 

@@ -24,7 +24,7 @@ from .gpu_configs import Config, Problem, Strides
 from .reference import scale_of
 
 FORCE_INT64 = False
-SMALLEST = 2.0**-120  # scales of logits; 0 times the −∞ of a masked key would be NaN
+SMALLEST = 2.0**-120  # the least |scale| of logits: with 0, the −∞ of a masked key would become NaN
 
 
 def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
@@ -144,7 +144,7 @@ def fits(p: Problem, c: Config) -> bool:
 
 
 def _truth(p: Problem, *tensors: Tensor) -> list[Tensor]:
-    """Arguments as the kernel sees them, in a wider dtype, with heads of keys and values repeated."""
+    """Arguments as the kernel sees them, in a wider dtype; k and v have h heads, q and the gradient h · groups."""
     shapes = [(p.B, p.h * p.groups, p.T, p.d), (p.B, p.h, p.S, p.d), (p.B, p.h, p.S, p.e), (p.B, p.h * p.groups, p.T, p.e)]
     wide = torch.float32 if p.half else torch.float64
     return [t.as_strided(shape, (*s, 1)).to(wide) for t, shape, s in zip(tensors, shapes, (p.q, p.k, p.v, p.grad))]
@@ -190,7 +190,7 @@ query_gradients = jit.kernel(
     expected=expected_gradients, tolerance=2e-2,
 )  # fmt: skip
 key_gradients = jit.kernel(
-    gpu_kernels._key_gradients, "power.key_gradients", default=gpu_configs.backward_config,
+    gpu_kernels._key_gradients, "power.key_gradients", default=gpu_configs.key_config,
     candidates=gpu_configs.key_candidates, launch=launch_key_gradients, sizes=SIZES, batch=BATCH, writes=(6, 7), fits=fits,
     expected=expected_gradients, tolerance=2e-2,
 )  # fmt: skip

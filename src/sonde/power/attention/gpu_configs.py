@@ -90,10 +90,10 @@ def query_config(p: Problem) -> Config:
         return Config(64, 32, 4, 2) if p.widest <= 64 else Config(32 if p.widest <= 128 else 16, 32, 4, 1)
     if min(p.units[:3]) >= 8 and p.widest <= 128:
         return Config(64, 64, 4, 3) if p.widest <= 64 else Config(128, 64, 8, 2)
-    return backward_config(p)
+    return key_config(p)
 
 
-def backward_config(p: Problem) -> Config:
+def key_config(p: Problem) -> Config:
     """For the gradients of keys and values: these stay in registers, the loop runs over queries."""
     if not p.half or (p.widest > 128 and not p.hopper):
         return Config(16, 16, 4, 1)
@@ -111,7 +111,7 @@ def query_candidates(p: Problem) -> list[Config]:
 
 
 def key_candidates(p: Problem) -> list[Config]:
-    return [backward_config(p), *_candidates(p)]
+    return [key_config(p), *_candidates(p)]
 
 
 def _candidates(p: Problem) -> list[Config]:

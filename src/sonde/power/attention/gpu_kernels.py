@@ -9,7 +9,7 @@ from .._device.powers import exact
 from .._device.softmax import add_block
 from .._device.tiles import head_program, load_columns, load_rows, multiple, places
 
-HEADS = ["B_h", "groups", "T", "S"]
+HEADS = ["B_h", "groups", "T", "S"]  # B_h: heads of keys and values
 QKV = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"]
 REST = ["o_batch", "o_head", "o_row", "g_batch", "g_head", "g_row"]
 SCALE = ["scale", "scale_low"]

@@ -32,7 +32,7 @@ TARGETS: list[dict[str, Any]] = [
 
 
 def make(
-    B: int, M: int, N: int, *, order: tuple[int, ...] = (0, 1, 2), step: int = 1, split: int = 0, layout: str = "",
+    B: int, M: int, N: int, *, order: tuple[int, ...] = (0, 1, 2), step: int = 1, split: int = 0,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
 ) -> tuple[Tensor]:  # fmt: skip
     """Arguments of ``copy``: [B, M, N] whose dimensions lie in memory in this `order`."""

@@ -31,7 +31,7 @@ class Config(NamedTuple):
 
 
 def default_config(p: Problem) -> Config:
-    if p.units[2] == 0:  # both ways: a square
+    if p.units[2] == 0:  # read along M, written along N: square tiles
         return Config(64, 64, 4)
     return Config(1, 2048, 4) if p.N >= 1024 or p.M == 1 else Config(64, 64, 4)
 

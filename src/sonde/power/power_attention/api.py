@@ -17,7 +17,6 @@ from . import reference
 
 WIDEST = 256  # the largest d and e
 POWERS = (2, 4)
-KEPT = ("S", "z", "norms")
 
 
 class PowerState(NamedTuple):
@@ -117,7 +116,7 @@ def arguments(
         checks.count(name, "chunk_size", chunk_size, least=1)
     if state is None:
         state = (None, None, None)
-    elif not isinstance(state, (tuple, list)) or len(state) != len(KEPT):
+    elif not isinstance(state, (tuple, list)) or len(state) != len(PowerState._fields):
         raise TypeError(f"{name}: state must be a PowerState, as returned by an earlier call; got {checks.kind(state)}")
     scale = None if scale is None else number(name, "scale", scale)
     return q, k, v, log_gate, *state, power, scale, chunk_size, return_state, tf32()

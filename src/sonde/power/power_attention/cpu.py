@@ -71,7 +71,7 @@ def _blocks(rows: int) -> Iterator[slice]:
 
 
 def _weights(x: Tensor, keys: Tensor, power: int, decays: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights [groups, R, n] of R queries and the n keys up to the last of them, and their derivatives by q·k."""
+    """Weights [groups, R, n] of R queries and the n keys up to the last of them, and their derivatives with respect to q·k."""
     products = torch.matmul(x, keys.mT)
     slopes = products if power == 2 else products**3
     slopes = slopes if decays is None else slopes * decays
@@ -137,7 +137,7 @@ def forward_pass(
 def _outputs(
     head: Head, chunk: Chunk, rows: slice, past: list[Tensor] | None, basis: CpuBasis, power: int, least: float
 ) -> tuple[Tensor, Tensor]:
-    """The results [groups, R, e] of R rows of a chunk, and one over their sums of weights: 0 where these are rounding alone."""
+    """The results [groups, R, e] of R rows of a chunk, and 1 / their sums of weights, 0 where these are only rounding."""
     x, keys = head.x[:, chunk.rows][:, rows], head.k[chunk.rows][: rows.stop]
     decays = chunk.decays(rows)
     weights, _ = _weights(x, keys, power, decays)
@@ -199,7 +199,7 @@ def backward_pass(
         for b, i, head in _heads(q, k, v, log_gate, wide):
             these = slice(i * head.x.shape[0], (i + 1) * head.x.shape[0])
             incoming, rate = g[b, these], rates.detach()[b, :, these].mT
-            shifts = -(incoming * o[b, these]).sum(-1) * rate  # derivatives by the sums of weights
+            shifts = -(incoming * o[b, these]).sum(-1) * rate  # gradients of the sums of weights
             d_x, d_k, d_v = (torch.zeros_like(t) for t in head[:3])
             flows = Flows.zeros(T) if gated else None
             later = [d_S.detach()[b, i].to(wide), d_z.detach()[b, i].to(wide)] if return_state else None

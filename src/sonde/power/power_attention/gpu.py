@@ -1,8 +1,8 @@
 """Triton implementation of ``power_attention``: states between chunks, and weights within them.
 
-With power 2 and tiles of 4 or 8, this folder's kernels do everything on matrix units; their states leave out the roots of φ.
-Otherwise the kernels of symmetric powers compute the part that goes through states (``gpu_any_power.py``), in the accumulator's
-dtype.
+With power 2, tiles of 4 or 8 and d and e up to 128 (64 in float64), this folder's kernels do everything on matrix units; their
+states leave out the roots of φ. Otherwise the kernels of symmetric powers compute the part that goes through states
+(``gpu_any_power.py``), in the accumulator's dtype.
 """
 
 from __future__ import annotations

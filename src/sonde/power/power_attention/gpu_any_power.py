@@ -64,7 +64,7 @@ class _Matrices:
         return self.slab(record_gradient(self.p, x, rows, state, problem, name, like, ""), *x.shape[1:])
 
     def values(self, about: dict[str, str | None], v: str) -> Slab:
-        """Values and a column of ones, times e to the gates from each row to the end of the chunk."""
+        """Values and a column of ones, times the decay from each row to the end of its chunk."""
         n, wide = self.n, self.wide
 
         def run(v: Tensor, until: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ class _Matrices:
 
         return self.make(name, run, [grad, *past], n.groups * n.C, n.e + 1)
 
-    def scan(self, made: Slab | None, begin: Sequence[str], about: dict[str, str | None], ends: bool, reverse: bool) -> list[str]:
+    def scan(self, made: Slab | None, begin: Sequence[str], about: dict[str, str | None], reverse: bool) -> list[str]:
         """The states before each chunk (after it, if `reverse`) [B, h, chunks, D, e + 1], and the one after the last."""
         n, wide = self.n, self.wide
         shape, whole = (n.B, n.h, n.chunks, n.D, n.e + 1), about["whole"]
@@ -123,7 +123,7 @@ def states(
     if n.returned or n.chunks > 1:
         made = m.product(m.rows("keys", slots["k"], 1, n.d), m.values(about, slots["v"]), "m", "states of keys")
     begin = ["S", "z"] if n.begun else []
-    entering, last = (None, None) if made is None and not begin else m.scan(made, begin, about, True, False)
+    entering, last = (None, None) if made is None and not begin else m.scan(made, begin, about, False)
     _norms(p, n, about, lengths, new)
     if new is not None and last is not None:
         _store(p, last, new[0], new[1], ["S", "z"], lambda t: t)
@@ -205,7 +205,7 @@ def gradients(
     made = None
     if queries is not None:
         made = m.product(queries.rows, m.gradients("balanced gradients", slots["grad"], past), "m", "gradients of states")
-    after, first = m.scan(made, ["d_S", "d_z"] if n.returned else [], about, True, True)
+    after, first = m.scan(made, ["d_S", "d_z"] if n.returned else [], about, True)
     if end is not None:
         _store(p, first, end[0], end[1], [], lambda t: t)
     flows = None if queries is None else _flows(m, queries.states, after, first)

@@ -8,7 +8,7 @@ import torch
 
 from ...jit.launch import power_of_2
 
-BLOCK = 64  # rows; gates are summed from the first row of a block, and to the last
+BLOCK = 64  # rows; decays are stored relative to a block's first row and to its last
 Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
@@ -138,7 +138,7 @@ class Past(NamedTuple):
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
     block_n: int  # rows that it reads at a time; in a fold, columns of the state
-    parts: int  # of the state at a time: tiles of φ, or slices of M that gradients go through
+    parts: int  # of the state at a time: tiles of φ, or slices of the state's matrix, for gradients
     num_warps: int
     num_stages: int
 

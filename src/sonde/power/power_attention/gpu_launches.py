@@ -1,4 +1,4 @@
-"""The launches of power attention's kernels, and the expected results that the search checks them against."""
+"""The launches of power attention's kernels: their problems, grids and arguments."""
 
 from __future__ import annotations
 

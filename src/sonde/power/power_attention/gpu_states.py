@@ -34,11 +34,11 @@ def _prepare(
     log_gate,  # [B, h, T], any strides; or None
     high,  # [B, h, T], sums of the gates since the beginning of the chunk
     low,  # [B, h, T], their rounding errors
-    early,  # [B, h, T], e to the gates from there to the last of its BT rows
-    late,  # [B, h, T], e to the gates from after the first of its BT rows
-    since,  # [B, h, T], e to the gates since the beginning of the chunk
-    until,  # [B, h, T], e to the gates from there to its end
-    whole,  # [B, h, chunks], e to all gates of the chunk
+    early,  # [B, h, T], the decay e^ΔG from there to the last of its BT rows
+    late,  # [B, h, T], the decay since the first of its BT rows
+    since,  # [B, h, T], the decay since the beginning of the chunk
+    until,  # [B, h, T], the decay from there to the end of the chunk
+    whole,  # [B, h, chunks], the decay over the whole chunk
     lengths,  # [B, h, T], Σ ‖k_j‖^p e^{G_i − G_j} over the rows of the chunk so far
     norms,  # [B, h, chunks], the same at its end
     h,
@@ -277,7 +277,7 @@ def _scan(
     end_norms,  # [B, h], or None
     states,  # [B, chunks, h, D · E], the states before each chunk, if the scan computes their gradients; None without `flows`
     begin_state,  # [B, h, D · E], the one before the first chunk, as the caller passed it, or None
-    flows,  # [B · h, chunks + 1, ≥ column + programs]: Σ state · gradient before each chunk; add the last row to all but the first
+    flows,  # [B · h, chunks + 1, ≥ column + programs]: Σ state · gradient before each chunk; the last row adds to all but the first
     h,
     chunks,
     first,

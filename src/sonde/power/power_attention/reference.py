@@ -11,7 +11,7 @@ from .._dense.reference import product
 from .._sympow.basis import default_tile, dimension
 from .._sympow.reference import power_of
 
-LEAST_GATE = -1000.0  # in any dtype, no weight passes a gate below it; so −∞ is allowed too
+LEAST_GATE = -1000.0  # e^−1000 is 0 in every dtype, so smaller gates, −∞ included, are raised to it
 WIDEST_STATE = 32  # the largest d that has a state with power 4
 CHUNK = 1024  # rows of a chunk, unless given
 
@@ -99,7 +99,7 @@ def is_rounding(norm: Tensor, most: Tensor, least: float) -> Tensor:
 
 
 def least_share(wide: torch.dtype, q: Tensor, scale: float | None) -> float:
-    """See ``is_rounding``. A scale of 0 makes all weights 0, which no share of 2 exceeds."""
+    """See ``is_rounding``. With a scale of 0 every row must give 0, and no sum of weights exceeds twice its largest value."""
     return 2.0 if scale_of(q, scale) == 0 else 64 * torch.finfo(wide).eps
 
 
@@ -122,6 +122,6 @@ def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) ->
 
 def kept_dtype(q: Tensor, k: Tensor, v: Tensor, power: int, wide: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the states between chunks. Matrix units multiply them in the operands' dtype, which must have the range for it:
-    bfloat16 has, float16 has not. CPUs multiply in `wide`."""
+    bfloat16 has it, float16 does not. CPUs multiply in `wide`."""
     narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and wide == torch.float32 and power == 2
     return torch.bfloat16 if narrow and device.type != "cpu" else wide

@@ -85,8 +85,8 @@ def sympow_mm(
     Convention:
         φ expands d to D = :func:`sympow_dim`: the last dimension of `a`, which is summed over, or the one before it, which is
         kept. ``"k"`` applies queries to a state, ``"m"`` builds a state from keys and values. The order of φ's columns is that of
-        :func:`sympow`. Sums run in float32, or in float64 if any operand is float64; half-precision φ is rounded as ``sympow``
-        rounds it, before it is multiplied, or more exactly. float32 is multiplied as float32, unless
+        :func:`sympow`. Sums run in float32, or in float64 if any operand is float64; half-precision φ is rounded
+        before it is multiplied, never more coarsely than by ``sympow``. float32 is multiplied as float32, unless
         ``torch.backends.cuda.matmul.allow_tf32`` is on. The gradient of `b` is the other expansion, that of `a` one kernel, which
         writes neither φ nor its gradient. Every result has the same bits in every run.
 
@@ -95,7 +95,7 @@ def sympow_mm(
         b: ``[…, D, N]`` or ``[…, K, N]``, with the same leading dimensions.
         power: From 1 to 4.
         expand: Whether φ's columns are summed over (``"k"``) or are rows of the result (``"m"``).
-        d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given. 4, 8 and 16 are fast for the power 2.
+        d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given. 4, 8 and 16 are fast for power 2.
         scale: Multiplies φ.
         scaled: ``False`` omits the roots of multiplicities.
         accumulate: Added, if `beta` is not 0; of the result's shape.

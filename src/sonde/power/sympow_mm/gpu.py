@@ -1,4 +1,4 @@
-"""Triton implementation of ``sympow_mm``: in both expansions `x` has the rows to which φ is applied, and `s` has D rows."""
+"""Triton implementation of ``sympow_mm``: φ is always applied to the rows of `x`; `state` has D rows."""
 
 from __future__ import annotations
 

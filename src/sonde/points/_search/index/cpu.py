@@ -15,8 +15,8 @@ from ....op.layout import outline
 from .. import cpu_tree as trees
 from .reference import nodes
 
-MANY = 4096  # from this many points on, threads share the work on a tree:
-SUBTREES = 16  # each takes some of these subtrees, once the nodes above them are split, level by level
+MANY = 4096  # with more points than this, threads share the work on a tree
+SUBTREES = 16  # that the threads then share, after the nodes above them were split level by level
 
 
 class Built(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def nodes(N: int, segments: int) -> int:
-    """An upper bound of the number of boxes: leaves of 16 points and all levels above them, for every segment."""
+    """An upper bound on the number of boxes: leaves of 16 points and all levels above them, for every segment."""
     return N // 4 + segments + 4
 
 
