@@ -55,7 +55,7 @@ class Captured:
 
     def __init__(self, operator: Any, args: Sequence[Any], backward: bool) -> None:
         gpu, given = operator.kernels("triton"), operator.registered(*args)
-        self.found: list[tuple[Any, Any, list]] = []
+        self.found: list[tuple[Any, list]] = []
         from sonde.jit import steps
 
         real = steps._Run.__call__
@@ -63,8 +63,7 @@ class Captured:
 
         def run(this: Any, slots: list) -> None:
             taken = this.take(slots)
-            kernel = getattr(this, "start", None)
-            note.append((kernel, None, list(taken)))
+            note.append((getattr(this, "start", None), list(taken)))
             real(this, slots)
 
         steps._Run.__call__ = run  # type: ignore[method-assign]
@@ -84,7 +83,7 @@ class Captured:
 
     def launches(self) -> list[tuple[Any, Any, list]]:
         """Launches of kernels with more than one configuration."""
-        return [(start.func.__self__, start.args[0], taken) for start, _, taken in self.found if hasattr(start, "func")]
+        return [(start.func.__self__, start.args[0], taken) for start, taken in self.found if hasattr(start, "func")]
 
 
 def compiled(kernel: Any, problem: Any, tensors: list, pool: ThreadPoolExecutor) -> list[tuple[Any, Any]]:

@@ -110,7 +110,7 @@ def pool(repeats: int) -> None:
         torch.cuda.empty_cache()
         cupy.get_default_memory_pool().free_all_blocks()
 
-    def measured() -> tuple[float, float]:
+    def measured() -> None:
         clean()
         free = torch.cuda.mem_get_info()[0]
         first = time.perf_counter()
@@ -120,7 +120,6 @@ def pool(repeats: int) -> None:
         taken = free - torch.cuda.mem_get_info()[0]
         later = milliseconds(loop, "cuda", repeats)
         print(f"    first loop {first:.2f} ms, later ones {later:.2f} ms, held by both {taken / 2**20:.0f} MiB")
-        return later, taken
 
     print("  two pools:")
     measured()

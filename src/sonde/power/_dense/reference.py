@@ -1,4 +1,4 @@
-"""Products in plain PyTorch that autocast does not round."""
+"""What the definitions share: products that autocast does not round, the dtype of rounding errors, the scale of logits."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def residual_dtype(wide: torch.dtype, *operands: Tensor) -> torch.dtype | None:
     if operands[0].dtype == wide:
         return None
     return operands[0].dtype if len({x.dtype for x in operands}) == 1 else wide
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
+    return q.shape[-1] ** -0.5 if scale is None else scale

@@ -11,9 +11,8 @@ from ...op import torch_private
 from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
-from .._dense.reference import residual_dtype
+from .._dense.reference import residual_dtype, scale_of
 from . import cpu_blocks, cpu_flash
-from .reference import scale_of
 
 
 def _flash(q: Tensor, v: Tensor) -> bool:

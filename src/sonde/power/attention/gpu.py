@@ -17,11 +17,10 @@ from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype, is_aligned
 from .._dense.gpu_configs import batch_grid, registers
 from .._dense.gpu_kernels import TRITON
-from .._dense.reference import residual_dtype
+from .._dense.reference import residual_dtype, scale_of
 from .._sympow.gpu import parts
 from . import gpu_configs, gpu_kernels
 from .gpu_configs import Config, Problem, Strides
-from .reference import scale_of
 
 FORCE_INT64 = False
 SMALLEST = 2.0**-120  # the least |scale| of logits: with 0, the −∞ of a masked key would become NaN

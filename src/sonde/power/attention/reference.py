@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...op.dtypes import accumulator
-from .._dense.reference import product, residual_dtype
+from .._dense.reference import product, residual_dtype, scale_of
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tf32: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,8 +22,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     dtype = residual_dtype(wide, q, k, v)
     lost = (out - rounded.to(wide)).detach().to(dtype) if dtype else rounded.detach()[..., :0]
     return rounded, logits.detach().logsumexp(-1), lost
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
-    return q.shape[-1] ** -0.5 if scale is None else scale

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...op import checks
 from ...op.dtypes import accumulator
-from .._dense.reference import product
+from .._dense.reference import product, scale_of
 from .._sympow.basis import default_tile, dimension
 from .._sympow.reference import power_of
 
@@ -101,11 +101,6 @@ def is_rounding(norm: Tensor, most: Tensor, least: float) -> Tensor:
 def least_share(wide: torch.dtype, q: Tensor, scale: float | None) -> float:
     """See ``is_rounding``. With a scale of 0 every row must give 0, and no sum of weights exceeds twice its largest value."""
     return 2.0 if scale_of(q, scale) == 0 else 64 * torch.finfo(wide).eps
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The given scale, or 1/√d. Computed here, because a graph with varying sizes cannot hold it as an argument."""
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) -> int:
