@@ -50,7 +50,9 @@ def problem_of(
     strides: Any = [found[name][1] if name in found else (0, 0, 0) for name in ("q", "k", "v", "out", "grad")]
     C, tile, wide = rows_of_chunk(T, d, e, power, chunk_size), default_tile(d), p.accumulator
     common = common_dtype(*(p.slots[slot].dtype for name, (slot, _) in found.items() if name != "out"))
-    if common == torch.float16:  # weights and states would overflow, so multiply in tf32, which has as many digits
+    if wide == torch.float64:  # of gates or a state, perhaps
+        common = wide
+    elif common == torch.float16:  # weights and states would overflow, so multiply in tf32, which has as many digits
         common, tf32 = torch.float32, has_tf32(p.device)
     gates = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(1))
     extent = max([T * abs(s[2]) for s in (*strides, gates)] + [T * hq * max(d, e)])
@@ -61,7 +63,7 @@ def problem_of(
         gates,
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,
         precision="tf32" if tf32 and common == torch.float32 else "ieee",
-        exact="tf32x3" if tf32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,
+        exact="tf32x3" if tf32 and common == torch.float32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,
         hopper=is_hopper(p.device),
     )  # fmt: skip
     return problem, {name: slot for name, (slot, _) in found.items()}

@@ -65,7 +65,7 @@ def times_moments(
     COMMON: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x @ Z [BM, BD], where the symmetric matrix Z of the moments is split into PARTS, so that it is not rounded."""
-    BLOCK: tl.constexpr = 16 if PARTS == 1 else min(BD, 32)
+    BLOCK: tl.constexpr = 16 if PARTS == 1 or BD < 32 else 32
     a, b = tl.arange(0, BLOCK), tl.arange(0, BD)
     total = tl.zeros([BM, BD], ACC)
     for first in range(0, D, BLOCK):
