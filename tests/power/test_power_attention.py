@@ -424,6 +424,27 @@ def test_any_strides_and_mixed_dtypes(impl):
     assert_close(state, last, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("wide", ["q", "k", "v", "log_gate", "state"])
+@pytest.mark.parametrize("d", [8, 6])  # by kernels of its own, and by those of symmetric powers
+def test_one_float64_operand(target, dtype, wide, d):
+    """Whichever it is, sums are float64, and every gradient has its operand's dtype."""
+    inputs = dict(zip(("q", "k", "v", "log_gate"), made(1, 7, 2, 1, d)))
+    given = {name: x.detach().to(target.device, F64 if name == wide else dtype).requires_grad_() for name, x in inputs.items()}
+    S, z, norms = (x.detach().to(target.device, F64 if wide == "state" else torch.float32) for x in begun(1, 1, d, d))
+    state = PowerState(S.requires_grad_(), z.requires_grad_(), norms)
+    leaves = [*given.values(), S, z]
+    out, last = power_attention(*given.values(), state=state, chunk_size=3, return_state=True, impl=target)
+    assert out.dtype is given["q"].dtype
+    assert last.S.dtype is F64
+    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    want, want_last = truth(*exact[:4], state=PowerState(*exact[4:], norms.cpu().double()))
+    assert_close(last, want_last, 1e-9)
+    found = gradients(out, leaves)
+    assert [x.dtype for x in found] == [x.dtype for x in leaves]
+    assert_close([out, *found], [want, *gradients(want, exact)], 2e-3 if dtype is torch.float16 else 1e-6)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_within_its_chunk(target, which, value):

@@ -63,7 +63,8 @@ def problem_of(
         gates,
         units=tuple(vector_of(16, *s) for s in strides), common=common, wide=wide,
         precision="tf32" if tf32 and common == torch.float32 else "ieee",
-        exact="tf32x3" if tf32 and common == torch.float32 and q.dtype == torch.float16 else "ieee", far=FORCE_INT64 or extent >= 2**31,
+        exact="tf32x3" if tf32 and common == torch.float32 and q.dtype == torch.float16 else "ieee",
+        far=FORCE_INT64 or extent >= 2**31,
         hopper=is_hopper(p.device),
     )  # fmt: skip
     return problem, {name: slot for name, (slot, _) in found.items()}
