@@ -44,10 +44,19 @@ def resources(name: str, of: str, asm: dict, folder: str) -> dict:
         out = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
         usage = " ".join(re.findall(r"REG:.*LOCAL:\d+ ", out))
         races = overwritten_early(cubin) if "wgmma" in asm["ptx"] else []
-        return dict(name=name, of=of, usage=usage, spills="STACK:0 " not in usage or "LOCAL:0 " not in usage, races=races)
+        spills = "STACK:0 " not in usage or "LOCAL:0 " not in usage
+        return dict(name=name, of=of, usage=usage, spills=spills, races=races, widest=widest_access(asm["ptx"]))
     # scalar registers spilled to lanes of vector registers touch no memory and do not count
     found = re.findall(r"\.(vgpr_spill_count|private_segment_fixed_size): *(\d+)", asm["amdgcn"])
     return dict(name=name, of=of, usage=str(found), spills=not found or any(int(n) for _, n in found), races=[])
+
+
+def widest_access(ptx: str) -> int:
+    """The largest number of bytes that one thread reads or writes in global memory at a time."""
+    plain = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[busf](\d+)", ptx)
+    copied = re.findall(r"cp\.async\.c[ag]\S* .*, 0x(\w+),", ptx)
+    bulk = [16] if "cp.async.bulk" in ptx else []
+    return max([int(n or 1) * int(bits) // 8 for n, bits in plain] + [int(n, 16) for n in copied] + bulk, default=0)
 
 
 class Instruction(NamedTuple):

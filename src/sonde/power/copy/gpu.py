@@ -61,6 +61,7 @@ def problem_of(x: Tensor) -> Problem | None:
     units = (
         vector_of(16, M), vector_of(16, N), 0 if rows[1] == 1 else vector_of(16, rows[1]),
         0 if strides[last] == 1 else vector_of(16, strides[last]), 0 if rows[2] == 1 else vector_of(16, rows[2]),
+        vector_of(16, *(strides[d] for d in order)), vector_of(16, *(out[d] for d in order)),
     )  # fmt: skip
     outer = (*blank, *(sizes[d] for d in order))
     within = (M - 1) * abs(rows[1]) + (N - 1) * abs(strides[last]), (M - 1) * rows[2] + N

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
     N: int
     x: tuple[int, ...]  # strides of the input, in the order of the sizes
     out: tuple[int, ...]  # strides of the result, except that of N, which is 1
-    units: tuple[int, ...]  # divisors of M, N, the strides of M and N in x and that of M in out; 0 stands for a stride of 1
+    units: tuple[int, ...]  # divisors of M, N, their strides in x, that of M in out (0: it is 1), all others in x, and in out
     far: bool
 
 
@@ -93,8 +93,8 @@ def _copy(
     i1, i0 = rest % n1, rest // n1
     m, n = places(tile // across * BM, BM, OFFSET)[:, None], places(tile % across * BN, BN, OFFSET)[None, :]
     inside = (m < M) & (n < N)
-    x += i0 * x0 + i1 * x1 + i2 * x2 + i3 * x3 + i4 * x4
-    out += i0 * o0 + i1 * o1 + i2 * o2 + i3 * o3 + i4 * o4
+    x += multiple(i0 * x0 + i1 * x1 + i2 * x2 + i3 * x3 + i4 * x4, UNITS[5])
+    out += multiple(i0 * o0 + i1 * o1 + i2 * o2 + i3 * o3 + i4 * o4, UNITS[6])
     fragment = tl.load(x + (m * step(xm, UNITS[2]) + n * step(xn, UNITS[3])), mask=inside)
     tl.store(out + (m * step(om, UNITS[4]) + n), fragment, mask=inside)
 
