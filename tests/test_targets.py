@@ -104,9 +104,10 @@ def main(name: str, whole: str) -> None:
                         torch.autograd.grad(out, given, torch.empty_like(out))
         modules = [m for n, m in list(sys.modules.items()) if n.startswith("sonde.")]
         jitted = {v for m in modules for v in vars(m).values() if isinstance(v, triton.JITFunction)}
-        launched = {k.__name__: k.__module__ for k in jitted if k.__name__.startswith("_")}  # kernels' helpers have no underscore
-        dense = sorted(name for name, module in launched.items() if module.startswith("sonde.power"))
-        print(json.dumps(dict(expected=sorted(launched), dense=dense, kernels=[resources(*kernel, folder) for kernel in seen])))
+        expected = {k for k in jitted if k.__name__.startswith("_")}  # helpers that kernels call have no underscore
+        dense = {k for k in expected if k.__module__.startswith("sonde.power.")}
+        names = {what: sorted({k.__name__ for k in kernels}) for what, kernels in dict(expected=expected, dense=dense).items()}
+        print(json.dumps(dict(**names, kernels=[resources(*kernel, folder) for kernel in seen])))
 
 
 def passes(operator, args: tuple) -> None:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from op.calls import CALLS, WAITS, Call, value_and_gradients
+from op.calls import CALLS, WAITS, Call, operator_of, value_and_gradients
+from sonde.operators import OPERATORS
 
 pytest.importorskip(
     "numba", reason="without Numba, a call on CPU tensors is the reference in plain PyTorch: there is no operator to see"
@@ -25,7 +26,7 @@ pytest.importorskip(
 EACH = pytest.mark.parametrize("name", CALLS)
 OF_ONE_SIZE = pytest.mark.parametrize("name", [name for name in CALLS if name not in WAITS])
 KINDS = pytest.mark.parametrize("gradients", [False, True], ids=["value", "gradients"])
-READ_THEIR_RESULT = {"knn", "radius_neighbors", "radius_search"}  # by their backward passes
+READ_THEIR_RESULT = {"knn", "radius_neighbors", "radius_search", "sample_attention", "attention", "power_attention"}
 
 
 def warm(name: str) -> Call:
@@ -60,7 +61,11 @@ def assert_same(got, want) -> None:
 
 
 def seen(graph: torch.fx.GraphModule, name: str) -> list[str]:
-    return [str(node.target) for node in graph.graph.nodes if f"sonde.{name.removesuffix('_octaves')}" in str(node.target)]
+    return [str(node.target) for node in graph.graph.nodes if f"sonde.{operator_of(name)}" in str(node.target)]
+
+
+def test_every_operator_has_a_call():
+    assert {operator_of(name) for name in CALLS} == set(OPERATORS) - {"point_index"}  # which is no function of tensors
 
 
 @EACH
@@ -70,7 +75,7 @@ def seen(graph: torch.fx.GraphModule, name: str) -> list[str]:
 def test_make_fx_holds_the_operator(name, gradients, mode, early):
     call = warm(name)
     function = function_of(call, gradients)
-    if early and gradients and name in READ_THEIR_RESULT:
+    if early and gradients and operator_of(name) in READ_THEIR_RESULT:
         with pytest.raises(RuntimeError, match=r"pre_dispatch=False|not tracked with proxy"):  # the latter by torch 2.9
             make_fx(function, tracing_mode=mode, pre_dispatch=True)(*call.args)
         return
@@ -127,9 +132,9 @@ def test_modes_see_the_operator(name, mode):
         found = value_and_gradients(call)
     assert_same(found, want)
     if mode is not FlopCounterMode:
-        assert any(name.removesuffix("_octaves") in n for n in observer.names)
+        assert any(operator_of(name) in n for n in observer.names)
     if mode is Dispatched:
-        assert any(f"{name.removesuffix('_octaves')}_backward" in n for n in observer.names)
+        assert any(f"{operator_of(name)}_backward" in n for n in observer.names)
 
 
 @EACH
@@ -158,11 +163,15 @@ def test_jit_trace_holds_the_operator(name):
 
 
 @OF_ONE_SIZE
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize", "vjp"])
+@pytest.mark.parametrize("transform", ["vmap", "vmap of nothing", "grad", "jvp", "functionalize", "vjp"])
 def test_transforms(name, transform):
     call = warm(name)
     args, leaves = others(call), [x.requires_grad_() for x in others(call)]
     want = call.function(*args)
+    if transform == "vmap of nothing":
+        got = torch.func.vmap(call.function)(*[x.new_empty(0, *x.shape) for x in args])
+        assert got.shape == (0, *want.shape)
+        return None
     if transform == "vmap":
         got = torch.func.vmap(call.function)(*[x[None].expand(2, *x.shape) for x in args])
         return assert_same(got, (want, want))
@@ -188,8 +197,8 @@ def test_profiler_sees_the_operator(name):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         value_and_gradients(call)
     names = {event.name for event in found.events()}
-    assert f"sonde::{name.removesuffix('_octaves')}" in names
-    assert f"sonde::{name.removesuffix('_octaves')}_backward" in names
+    assert f"sonde::{operator_of(name)}" in names
+    assert f"sonde::{operator_of(name)}_backward" in names
 
 
 @EACH

@@ -598,3 +598,26 @@ def test_transforms_of_states():
     out, new = truth(*inputs, state=state)
     want = torch.autograd.grad(out.square().sum() + new.S.square().sum(), begin)
     assert_close(got, want, 1e-9)
+
+
+def test_a_state_can_be_saved(tmp_path):
+    state = begun(1, 1, 4, 4)
+    torch.save(state, tmp_path / "state")
+    found = torch.load(tmp_path / "state")
+    assert isinstance(found, PowerState)
+    assert_close(found, state, 0)
+
+
+@pytest.mark.parametrize(("chunk", "low", "high"), [(128, 2, 128), (128, 129, 4096), (4096, 2, 64)])
+def test_exported_for_lengths_on_one_side_of_a_chunk(chunk, low, high):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return power_attention(q, k, v, chunk_size=chunk)
+
+    def inputs(T):
+        return tuple(x.detach() for x in made(1, T, 2, 2, 4, gated=False, dtype=torch.float32))
+
+    length = torch.export.Dim("T", min=low, max=high)
+    program = torch.export.export(Model(), inputs(low + 1), dynamic_shapes=({1: length},) * 3).module()
+    for T in (low, min(high, 300)):
+        torch.testing.assert_close(program(*inputs(T)), Model()(*inputs(T)))

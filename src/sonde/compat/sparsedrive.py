@@ -78,8 +78,8 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
     for maps in groups:
         features, shape, start = _feature_maps_format(maps)
         rows.append(features)
-        shapes.append(torch.tensor(shape))
-        starts.append(torch.tensor(start) + first)
+        shapes.append(torch.tensor(shape, device="cpu"))
+        starts.append(torch.tensor(start, device="cpu") + first)
         first += features.shape[1]
     return [rows[0] if len(rows) == 1 else torch.cat(rows, 1), torch.cat(shapes), torch.cat(starts)]
 

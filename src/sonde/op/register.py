@@ -118,6 +118,8 @@ class Operator:
                 raise ValueError(
                     f"{about.title}: {about.names[i]} must be the same for all rows of a batch; torch.vmap must not map it"
                 )
+        if info.batch_size == 0:
+            return _shaped(self.fold, info, in_dims, args, function, first)
         if not self.folds:
             return _loop(info, in_dims, args, function)
         return _fold(info, in_dims, args, function, {first + i for i in about.unbatched})
@@ -242,6 +244,14 @@ def _run(op: Callable, function: Callable, args: Sequence):
         return function(*args)
     with below_autograd():
         return op(*args)
+
+
+def _shaped(fold, info, in_dims, args, function, first):
+    """vmap over no rows: the results' shapes are those of one row of zeros."""
+    shapes = [None if dim is None else (*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x, dim in zip(args, in_dims)]
+    rows = [x if shape is None else x.new_zeros(shape) for x, shape in zip(args, shapes)]
+    found, dims = fold(info._replace(batch_size=1), in_dims, rows, function, first)
+    return tuple(x[:0] for x in found) if isinstance(found, tuple) else found[:0], dims
 
 
 def _fold(info, in_dims, args, function, alone):

@@ -134,7 +134,7 @@ def _apply(report: Report, name: str, check: Check, subject: Subject, label: str
         text = f"{subject.impl}, {name}: {why}"
         if text not in report.left_out:
             report.left_out.append(text)
-        return True
+        return
     except Exception as problem:
         text = " ".join(str(problem).split())[:400]
         found = [f"raises {type(problem).__name__}: {text}"]
@@ -145,7 +145,6 @@ def _apply(report: Report, name: str, check: Check, subject: Subject, label: str
     start = f"{report.name}: impl={subject.impl!r}, {name}"
     room = SAID - sum(line.startswith(f"{start},") for line in report.problems)
     report.problems += [f"{start}, case {label}: {each}" for each in found[: max(0, room)]]
-    return "value" in vars(subject) or name != "values"
 
 
 def _implementations(op: CustomOperator, impl: str | Sequence[str] | None) -> list[str]:

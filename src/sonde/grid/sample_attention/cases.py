@@ -73,7 +73,7 @@ def eager(
         images, samples, depths = images.flatten(0, 1), samples.flatten(0, 1), depths.flatten(0, 1)
         values = None if values is None else values.flatten(0, 1)
         mask = None if mask is None else mask.flatten(0, 1)
-    taken = epipolar.grid_sample(images, samples)
+    taken = epipolar.every_sample(images, samples)
     plain, encoded = taken.split([queries.shape[3], 2 * num_octaves], 1)
     rows = queries.to(taken.dtype).repeat_interleave(views, 0)
     logits = torch.einsum("bhqc,bcqd->bhqd", rows, plain)
@@ -87,7 +87,7 @@ def eager(
         logits = logits.masked_fill(~mask[:, None], -torch.inf)
     weights = logits.unflatten(0, (-1, views)).movedim(1, 3).flatten(3).softmax(-1)
     weights = weights.unflatten(3, (views, -1)).movedim(3, 1)
-    seen = plain if values is None else epipolar.grid_sample(values, samples)
+    seen = plain if values is None else epipolar.every_sample(values, samples)
     out = torch.einsum("bvhqd,bvcqd->bhqc", weights, seen.unflatten(0, (-1, views)))
     return out.to((images if values is None else values).dtype)
 

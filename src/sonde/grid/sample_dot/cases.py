@@ -22,7 +22,7 @@ def make(octaves: int = 0, **sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, int
 
 def eager(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int) -> Tensor:
     """What a user of plain PyTorch writes."""
-    values = epipolar.grid_sample(images, samples)
+    values = epipolar.every_sample(images, samples)
     plain, encoded = values.split([queries.shape[3], 2 * num_octaves], 1)
     out = torch.einsum("bhqc,bcqd->bhqd", queries.to(values.dtype), plain)
     if num_octaves:

@@ -20,7 +20,7 @@ def make(**sizes) -> tuple[Tensor, Tensor, Tensor]:
 
 def eager(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
     """What a user of plain PyTorch writes."""
-    values = epipolar.grid_sample(images, samples)
+    values = epipolar.every_sample(images, samples)
     return torch.einsum("bhqd,bcqd->bhqc", weights.to(values.dtype), values).to(images.dtype)
 
 

@@ -20,7 +20,7 @@ def make(k: int = 3, **sizes) -> tuple:
 def eager(queries: Tensor, points: Tensor, features: Tensor, k: int, sigma: float | Tensor) -> Tensor:
     """Plain PyTorch, for ``[M, D]``, ``[N, D]``, ``[N, F]``: distances in chunks, and the smallest of each row."""
     out = []
-    for q in queries.split(clouds.pairs(queries.shape[0], points.shape[0])):
+    for q in queries.split(clouds.queries_at_once(points.shape[0])):
         distances, indices = torch.cdist(q, points).topk(k, largest=False)
         weights = torch.softmax(-distances / sigma, -1).to(features.dtype)
         out.append((weights[..., None] * features[indices]).sum(-2))

@@ -20,7 +20,7 @@ def make(radius: float = 1.2, **sizes) -> tuple:
 def eager(queries: Tensor, points: Tensor, features: Tensor, radius: float, sigma: float | Tensor) -> Tensor:
     """Plain PyTorch, for ``[M, D]``, ``[N, D]``, ``[N, F]``: a dense masked softmax, in chunks."""
     out = []
-    for q in queries.split(clouds.pairs(queries.shape[0], points.shape[0])):
+    for q in queries.split(clouds.queries_at_once(points.shape[0])):
         distances = torch.cdist(q, points)
         weights = torch.softmax(torch.where(distances <= radius, -distances / sigma, -torch.inf), -1)
         out.append(weights.nan_to_num(0).to(features.dtype) @ features)

@@ -21,7 +21,7 @@ def make(k: int = 3, radius: float = 1.2, **sizes) -> tuple:
 def eager(queries: Tensor, points: Tensor, radius: float, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch, as a user would write it."""
     made = []
-    for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2]), -2):
+    for q in queries.split(clouds.queries_at_once(points.shape[-2]), -2):
         distances = torch.cdist(q, points)
         d, i = distances.topk(k, largest=False)
         inside = d <= radius

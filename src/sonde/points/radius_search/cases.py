@@ -20,7 +20,7 @@ def make(radius: float = 1.2, **sizes) -> tuple:
 def eager(queries: Tensor, points: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch, as a user would write it, for ``[M, D]`` and ``[N, D]``."""
     counts, indices, distances = [], [], []
-    for q in queries.split(clouds.pairs(queries.shape[-2], points.shape[-2])):
+    for q in queries.split(clouds.queries_at_once(points.shape[-2])):
         d = torch.cdist(q, points)
         row, column = (d <= radius).nonzero(as_tuple=True)
         near = d[row, column]

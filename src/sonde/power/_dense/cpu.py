@@ -17,7 +17,7 @@ def product(p: Pass, a: str, b: str, out: str, shape: tuple[int, int, int], dtyp
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         x, y = (x.mT if "a" in turn else x), (y.mT if "b" in turn else y)
-        out = torch.empty((x.shape[0], x.shape[1], y.shape[2]), dtype=wide)  # autocast does not touch calls with `out`
+        out = x.new_empty((x.shape[0], x.shape[1], y.shape[2]), dtype=wide)  # autocast does not touch calls with `out`
         return torch.bmm(x.detach().to(wide), y.detach().to(wide), out=out).to(dtype)
 
     copied = [s for s in (a, b) if p.slots[s].dtype != wide]

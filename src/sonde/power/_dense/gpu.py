@@ -44,9 +44,20 @@ class Slab(NamedTuple):
 
 def slab(p: Pass, name: str) -> Slab:
     """An argument of the pass."""
+    slot, t = operand(p, name)
+    return Slab(slot, tuple(t.shape), tuple(t.stride()), t.dtype, is_aligned(t))
+
+
+def operand(p: Pass, name: str) -> tuple[str, Tensor]:
+    """An argument's slot, and a tensor like it. Triton does not multiply half precision by float64, so that is converted first."""
     t = p.given[name]
     assert t is not None
-    return Slab(name, tuple(t.shape), tuple(t.stride()), t.dtype, is_aligned(t))
+    if p.accumulator != torch.float64 or t.dtype.itemsize > 2:
+        return name, t
+    slot = f"{name} in float64"
+    if slot not in p.slots:
+        p.call("copy_", lambda t: t.contiguous().double(), [name], [(slot, t.shape, torch.float64)], scratch=t.nbytes)
+    return slot, torch.empty(t.shape, dtype=torch.float64, device="meta")
 
 
 def is_aligned(t: Tensor) -> bool:

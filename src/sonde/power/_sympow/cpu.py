@@ -32,13 +32,13 @@ class CpuBasis:
 
     def phi(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, d] → [R, D], in contiguous `out` if it is given."""
-        out = torch.empty(len(x), self.D, dtype=self.dtype) if out is None else out
+        out = x.new_empty(len(x), self.D, dtype=self.dtype) if out is None else out
         self._run(expand, [x], out)
         return out
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """∂x [R, d], from ∂φ [R, D] of these rows."""
-        out = torch.empty(x.shape, dtype=self.dtype)
+        out = x.new_empty(x.shape, dtype=self.dtype)
         self._run(differentiate, [grad, x], out)
         return out
 

@@ -34,12 +34,13 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=100, S=90, d=256, heads=2, causal=True), dtype="float16"),
     dict(sizes=dict(B=1, T=100, S=90, d=80, heads=1, groups=3, e=33), dtype="bfloat16"),
     dict(sizes=dict(B=1, T=30, S=20, d=64, heads=1), dtype="float64"),
+    dict(sizes=dict(B=1, T=30, S=20, d=64, heads=1, wide=True), dtype="bfloat16"),
 ]
 
 
 def make(
     B: int, T: int, S: int, d: int, *, heads: int = 2, groups: int = 1, e: int | None = None, causal: bool = False,
-    layout: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
+    wide: bool = False, layout: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of ``attention``; sizes that other operators have are ignored."""
     g = torch.Generator(device).manual_seed(seed)
@@ -52,7 +53,7 @@ def make(
         v[..., ::2] *= 30
     if layout == "negative":  # all logits about -1e4
         q[..., 0], k[..., 0] = 100, -100 * d**0.5
-    made = [x.to(dtype) for x in (q, k, v)]
+    made = [x.to(dtype) for x in (q, k)] + [v.to(torch.float64 if wide else dtype)]
     if layout == "tokens first":
         made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
     return (*made, causal, None, False)

@@ -59,10 +59,11 @@ def _blocks(x: Tensor, y: Tensor, causal: bool) -> Iterator[tuple[slice, int, Te
     """Blocks of query rows, the number of keys that a block may see, and a mask of those that are hidden from each row."""
     T, S = x.shape[2], y.shape[2]
     step = max(1, min(256, BLOCK // max(1, S * x.shape[1])))
+    keys = torch.arange(max(T, S), device=x.device)
     for start in range(0, T, step):
         rows = slice(start, min(T, start + step))
         seen = min(S, rows.stop) if causal else S
-        hidden = torch.arange(seen) > torch.arange(rows.start, rows.stop)[:, None] if causal else None
+        hidden = keys[:seen] > keys[rows, None] if causal else None
         yield rows, seen, hidden
 
 

@@ -14,7 +14,7 @@ from ...jit.launch import Launch, cdiv, has_descriptors, is_hopper, power_of_2, 
 from ...jit.launch import accumulator as triton_dtype
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from .._dense.gpu import common_dtype, is_aligned
+from .._dense.gpu import common_dtype, is_aligned, operand
 from .._dense.gpu_configs import batch_grid, registers
 from .._dense.gpu_kernels import TRITON
 from .._dense.reference import residual_dtype, scale_of
@@ -28,14 +28,11 @@ SMALLEST = 2.0**-120  # the least |scale| of logits: with 0, the −∞ of a mas
 
 def rows_of(p: Pass, name: str) -> tuple[str, Strides, int]:
     """A slot with the argument's values and contiguous rows (a copy if needed), its strides, and their extent."""
-    t = p.given[name]
-    assert t is not None
+    slot, t = operand(p, name)
+    strides = t.stride(0), t.stride(1), t.stride(2)
     if t.stride(-1) != 1 and t.shape[-1] != 1:
-        slot, shape = p.contiguous(name), t.shape
+        slot, shape = p.copy(name, Tensor.contiguous), t.shape
         strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
-    else:
-        slot, strides = name, (t.stride(0), t.stride(1), t.stride(2))
-    assert slot is not None
     return slot, strides, t.shape[2] * abs(strides[2])
 
 

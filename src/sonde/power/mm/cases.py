@@ -31,19 +31,20 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, M=2048, K=256, N=2048), dtype="bfloat16"),
     dict(sizes=dict(B=3, M=1000, K=300, N=777), dtype="float16"),
     dict(sizes=dict(B=1, M=33, K=20, N=65), dtype="float64"),
+    dict(sizes=dict(B=1, M=64, K=32, N=64, wide=True), dtype="bfloat16"),
 ]
 
 
 def make(
-    B: int, M: int, K: int, N: int, *, turned: bool = False, layout: str = "", dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0, **_: Any,
+    B: int, M: int, K: int, N: int, *, turned: bool = False, wide: bool = False, layout: str = "",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments of ``mm``; sizes that other operators have are ignored."""
     g = torch.Generator(device).manual_seed(seed)
     a, b = (torch.randn(B, *shape, device=device, generator=g) for shape in ((M, K), (K, N)))
     if layout == "hostile":  # every other row is a thousand times larger
         a[:, ::2] *= 1e3
-    a, b = a.to(dtype), b.to(dtype)
+    a, b = a.to(dtype), b.to(torch.float64 if wide else dtype)
     return (a.mT.contiguous().mT, b.mT.contiguous().mT) if turned else (a, b)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from ...op import checks
@@ -28,6 +29,9 @@ class PowerState(NamedTuple):
     S: Tensor  # [B, h, D, e], Σ φ(k) vᵀ
     z: Tensor  # [B, h, D], Σ φ(k)
     norms: Tensor  # [B, h], Σ ‖k‖^p: a sum of weights that is tiny beside it is only rounding error
+
+
+torch.serialization.add_safe_globals([PowerState])  # so that `torch.load` reads a saved state
 
 
 def _shapes(

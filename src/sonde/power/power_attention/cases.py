@@ -46,13 +46,14 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=1, T=1, d=64, heads=2, begun=True, returned=True), dtype="bfloat16", everywhere=True),
     dict(sizes=dict(B=1, T=70, d=16, heads=1, power=4, chunk=32), dtype="bfloat16"),
     dict(sizes=dict(B=1, T=300, d=256, heads=1), dtype="bfloat16"),
+    dict(sizes=dict(B=1, T=100, d=32, heads=2, chunk=32, begun=True, wide=True), dtype="bfloat16"),
 ]
 
 
 def make(
     B: int, T: int, d: int, *, heads: int = 2, groups: int = 1, e: int | None = None, power: int = 2, chunk: int | None = None,
-    gated: bool = True, begun: bool = False, returned: bool = False, layout: str = "", dtype: torch.dtype = torch.float32,
-    device: str = "cpu", seed: int = 0, **_: Any,
+    gated: bool = True, begun: bool = False, returned: bool = False, wide: bool = False, layout: str = "",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of ``power_attention``; sizes that other operators have are ignored."""
     g = torch.Generator(device).manual_seed(seed)
@@ -71,9 +72,9 @@ def make(
         phi = power_of(random(B, heads, 5, d), power, default_tile(d), True)
         state = phi.mT @ random(B, heads, 5, e or d), phi.sum(2), phi.square().sum(-1).sqrt().sum(-1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    begin = None if state is None else tuple(x.to(wide) for x in state)
-    return q, k, v, None if gate is None else gate.to(wide), power, None, chunk, begin, returned
+    sums = torch.float64 if wide or dtype == torch.float64 else torch.float32
+    begin = None if state is None else tuple(x.to(sums) for x in state)
+    return q, k, v, None if gate is None else gate.to(sums), power, None, chunk, begin, returned
 
 
 def eager(

@@ -101,7 +101,7 @@ def forward_pass(
         q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None, z: Tensor | None, norms: Tensor | None
     ) -> tuple[Tensor, ...]:
         refuse_growth("power_attention", "log_gate", log_gate)
-        out, *made, rates, left, states, moments = (torch.zeros(shape, dtype=x) for shape, x in zip(shapes, dtypes))
+        out, *made, rates, left, states, moments = (k.new_zeros(shape, dtype=x) for shape, x in zip(shapes, dtypes))
         for b, i, head in _heads(q, k, v, log_gate, wide):
             past = None
             if S is not None and z is not None and norms is not None:
@@ -192,8 +192,8 @@ def backward_pass(
         grad: Tensor, d_S: Tensor, d_z: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, S: Tensor | None,
         z: Tensor | None, out: Tensor, rates: Tensor, lost: Tensor, states: Tensor, moments: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        found = {n: torch.zeros(t.shape, dtype=wide) for n, t in dict(q=q, k=k, v=v).items()}
-        found |= {n: torch.zeros(t.shape, dtype=wide) for n, t in dict(log_gate=log_gate, S=S, z=z).items() if t is not None}
+        found = {n: t.new_zeros(t.shape, dtype=wide) for n, t in dict(q=q, k=k, v=v).items()}
+        found |= {n: t.new_zeros(t.shape, dtype=wide) for n, t in dict(log_gate=log_gate, S=S, z=z).items() if t is not None}
         o = out.detach().to(wide) + (lost.detach().to(wide) if lost.numel() else 0)
         g, o = grad.detach().to(wide).transpose(1, 2), o.transpose(1, 2)
         for b, i, head in _heads(q, k, v, log_gate, wide):
@@ -251,7 +251,7 @@ class Flows(NamedTuple):
 
     @classmethod
     def zeros(cls, T: int) -> Flows:
-        return cls(*torch.zeros(3, T, dtype=torch.float64))
+        return cls(*torch.zeros(3, T, dtype=torch.float64, device="cpu"))
 
     def within(self, rows: slice, block: slice, change: Tensor) -> None:
         """Add w ∂w, [R, n], of the queries of a block of a chunk's rows, and the n keys up to the last of them."""

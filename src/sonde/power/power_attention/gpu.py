@@ -16,7 +16,7 @@ from torch import Tensor
 from ...jit.launch import has_tf32, is_hopper, vector_of
 from ...jit.steps import Pass
 from ...op.dtypes import accumulator
-from .._dense.gpu import common_dtype
+from .._dense.gpu import common_dtype, operand
 from .._dense.reference import residual_dtype
 from .._sympow.basis import default_tile, dimension
 from .._sympow.gpu import basis
@@ -30,13 +30,10 @@ KEPT = ("S", "z", "norms")
 
 def rows_of(p: Pass, name: str) -> tuple[str, Strides]:
     """A slot with the argument's values and contiguous rows (a copy if needed), and its strides: batch, head and row."""
-    t = p.given[name]
-    assert t is not None
+    slot, t = operand(p, name)
     if t.stride(-1) != 1 and t.shape[-1] != 1:
-        slot = p.contiguous(name)
-        assert slot is not None
-        return slot, (t.shape[1] * t.shape[2] * t.shape[3], t.shape[3], t.shape[2] * t.shape[3])
-    return name, (t.stride(0), t.stride(2), t.stride(1))
+        return p.copy(name, Tensor.contiguous), (t.shape[1] * t.shape[2] * t.shape[3], t.shape[3], t.shape[2] * t.shape[3])
+    return slot, (t.stride(0), t.stride(2), t.stride(1))
 
 
 def problem_of(

@@ -107,8 +107,8 @@ def rows_of_chunk(T: int, d: int, e: int, power: int, chunk_size: int | None) ->
     """Rows per chunk: all of them if states would be too large, or if the quadratic form costs less."""
     if power > 2 and d > WIDEST_STATE:
         return max(1, T)
-    if chunk_size is not None:
-        return max(1, min(int(chunk_size), T)) if T > 0 else 1
+    if chunk_size is not None:  # compared with T alone: an exported graph may hold for all lengths up to `chunk_size`, or above
+        return max(1, T) if chunk_size >= T else int(chunk_size)
     D = dimension(d, power, default_tile(d))
     if T <= 2 * CHUNK or T * (d + e) <= 6 * D * e:
         return max(1, T)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...jit.steps import Pass
@@ -39,7 +38,7 @@ def backward_pass(
     p, basis = CpuPass(wide, dict(grad=grad, x=x)), CpuBasis(d, power, d_tile, scaled, wide)
 
     def run(grad: Tensor, x: Tensor) -> Tensor:
-        out = torch.empty(B, d, dtype=x.dtype)
+        out = x.new_empty(B, d)
         for rows in basis.blocks(B):
             out[rows] = basis.gradient(grad.detach()[rows].to(wide), x.detach()[rows].to(wide))
         return out

@@ -66,7 +66,7 @@ def arguments(
     _, (a, b, *added) = matrices("sympow_mm", **given)
     power, d_tile = basis("sympow_mm", int(a.shape[-1] if expand == "k" else a.shape[-2]), power, d_tile, a.shape)
     accumulate = added[0] if added else None
-    alpha, beta = factors["alpha"] * factors["scale"], factors["beta"]
+    alpha, beta = number("sympow_mm", "alpha * scale", factors["alpha"] * factors["scale"]), factors["beta"]
     if accumulate is not None and beta == 0:
         _shapes(a, b, accumulate, power, expand, d_tile, scaled, alpha, beta, False)
         accumulate = None  # as in BLAS, it is not read if beta is 0

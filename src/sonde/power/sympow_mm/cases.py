@@ -37,12 +37,14 @@ TARGETS: list[dict[str, Any]] = [
     dict(sizes=dict(B=2, R=100, n=4, T=3, N=33, power=3), dtype="float16"),
     dict(sizes=dict(B=2, R=100, n=4, T=4, N=32, power=2, expand="m"), dtype="float64"),
     dict(sizes=dict(B=2, R=100, n=3, T=2, N=7, power=4, expand="m"), dtype="float32"),
+    dict(sizes=dict(B=2, R=100, n=4, T=4, N=32, power=2, wide=True), dtype="bfloat16"),
 ]
 
 
 def make(
     B: int, R: int, n: int, T: int, N: int = 3, *, power: int = 2, expand: str = "k", scaled: bool = True,
-    accumulated: bool = False, layout: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **_: Any,
+    accumulated: bool = False, wide: bool = False, layout: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of ``sympow_mm``; sizes that other operators have are ignored."""
     g = torch.Generator(device).manual_seed(seed)
@@ -56,7 +58,7 @@ def make(
     c = random(B, R if expand == "k" else D, N) if accumulated else None
     if layout == "hostile":  # far apart in size
         a[..., ::2] *= 30
-    a, b = a.to(dtype), b.to(dtype)
+    a, b = a.to(dtype), b.to(torch.float64 if wide else dtype)
     a = a if expand == "k" else a.mT  # as keys lie in memory
     return a, b, power, expand, T, 0.5, scaled, None if c is None else c.to(dtype), 1.5, 0.75 if accumulated else 0.0
 

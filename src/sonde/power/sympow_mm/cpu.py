@@ -32,9 +32,8 @@ def sums(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 def gradient(basis: CpuBasis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
     """∂x [R, d]; ∂φ is the product of rows and the transposed state."""
-    scratch = torch.empty(0, dtype=x.dtype)
     for rows in basis.blocks(len(x)):
-        phi = torch.mm(rows_of[rows], state.mT, out=scratch.new_empty(len(x[rows]), basis.D))
+        phi = torch.mm(rows_of[rows], state.mT, out=x.new_empty(len(x[rows]), basis.D))
         out[rows] = basis.gradient(phi, x[rows])
     return out
 
@@ -51,7 +50,7 @@ def forward_pass(
 
     def run(a: Tensor, b: Tensor, accumulate: Tensor | None) -> Tensor:
         x, y = a.detach().to(wide), b.detach().to(wide)
-        out = torch.empty(shape, dtype=wide)
+        out = a.new_empty(shape, dtype=wide)
         for i in range(B):
             if expand == "k":
                 times(basis, x[i], y[i], out[i])
@@ -83,7 +82,7 @@ def backward_pass(
 
     def d_a(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
         g, x, y = grad.detach().to(wide), a.detach().to(wide), b.detach().to(wide)
-        out = torch.empty(of_a[0], dtype=wide)
+        out = a.new_empty(of_a[0], dtype=wide)
         for i in range(B):
             if expand == "k":
                 gradient(basis, x[i], g[i], y[i], out[i])
@@ -93,7 +92,7 @@ def backward_pass(
 
     def d_b(grad: Tensor, a: Tensor) -> Tensor:
         g, x = grad.detach().to(wide), a.detach().to(wide)
-        out = torch.empty(of_b[0], dtype=wide)
+        out = a.new_empty(of_b[0], dtype=wide)
         for i in range(B):
             if expand == "k":
                 sums(basis, x[i], g[i], out[i])
