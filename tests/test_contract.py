@@ -33,6 +33,7 @@ from helpers.operators import (
     value_and_grads,
 )
 from helpers.spies import in_child, spy
+from helpers.versions import EXPORTS_TRAINING, sizes_from_data
 from sonde.jit import Unsupported
 from sonde.op.cache import forget_calls
 from sonde.op.plan import Determinism
@@ -453,10 +454,12 @@ def compare_compiled(compiled, fn, args):
 def test_compiles_once_for_all_sizes(operator, target):
     """One graph serves forward and backward, and new sizes do not compile another."""
     torch._dynamo.reset()
-    fn = lambda *a: operator.function(*a, impl=target.impl) * 2
+    impl = target.impl
+    fn = lambda *a: operator.function(*a, impl=impl) * 2
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=BACKEND)
-    compare_compiled(compiled, fn, operator.make(**distinct_sizes(operator), device=target.device))
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with sizes_from_data():
+        compare_compiled(compiled, fn, operator.make(**distinct_sizes(operator), device=target.device))
+    with sizes_from_data(), torch._dynamo.config.patch(error_on_recompile=True):
         compare_compiled(compiled, fn, operator.make(**distinct_sizes(operator, 1), device=target.device))
     torch._dynamo.reset()
 
@@ -499,6 +502,7 @@ def test_determinism_flag_is_in_the_graph(operator, target):
     torch._dynamo.reset()
 
 
+@EXPORTS_TRAINING
 @pytest.mark.asks("torch")
 def test_exports_runs_and_trains(operator, target):
     """An exported program contains the operator, runs at other sizes, and has the operator's gradients."""

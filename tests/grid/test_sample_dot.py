@@ -207,7 +207,8 @@ def test_without_octaves_depths_are_not_needed(target):
 def test_without_octaves_in_graphs(target):
     """A missing optional tensor works under vmap, compile, export and opcheck."""
     images, samples, queries, _, _ = make(target, octaves=0)
-    fn = lambda *a: sonde.sample_dot(*a, impl=target.impl)
+    impl = target.impl
+    fn = lambda *a: sonde.sample_dot(*a, impl=impl)
     want = OPERATOR.reference(images, samples, queries)
     torch.testing.assert_close(
         torch.vmap(fn, (None, None, 0))(images, samples, torch.stack([queries, -queries])), torch.stack([want, -want])

@@ -52,7 +52,7 @@ class Launched:
         self.places = sorted({place for tensor in tensors_of(given) for place in [extent(tensor)] if place[0] < place[1]})
 
     def check(self, does: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
-        mask = mask.astype(bool, copy=False)
+        mask = np.asarray(mask).astype(bool, copy=False)
         found = pointers if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
         if not found.size:
             return

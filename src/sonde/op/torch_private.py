@@ -229,6 +229,16 @@ def fake_mode() -> Any:
     return nullcontext() if kind is None else kind()
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call the function while it traces, and put the result into the graph.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo. If a release uses another mark, the function breaks
+    the graph.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def missing() -> dict[str, str]:
     """The names that this torch lacks, with their consequences."""
     _fake_tensor(), _fake_tensor_mode()  # they are looked up lazily

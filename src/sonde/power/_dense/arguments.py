@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...op import checks
+from ...op.torch_private import constant_in_graphs
 
 
 def matrices(name: str, least: int = 2, **operands: Any) -> tuple[tuple[int, ...], list[Tensor]]:
@@ -50,9 +51,13 @@ def unbatched(x: Tensor, leading: Sequence[int]) -> Tensor:
     return x if len(leading) == 1 else x[0] if not leading else x.reshape(*leading, *x.shape[1:])
 
 
+@constant_in_graphs
 def tf32() -> bool:
-    """Whether float32 operands of a product may be rounded to tf32: torch's own switch, which is off unless a user asks."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    """Whether float32 operands of a product may be rounded to tf32: torch's own switch, which is off unless a user asks.
+
+    This is its newer name. The older one, ``allow_tf32``, raises an error if the user has set the newer.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def number(name: str, argument: str, value: Any) -> float:

@@ -21,4 +21,4 @@ def power_of(x: Tensor, power: int, d_tile: int, scaled: bool) -> Tensor:
 
 
 def _picked(tiles: Tensor, which: list[int]) -> Tensor:
-    return tiles.index_select(-2, torch.tensor(which, device=tiles.device))
+    return tiles[..., torch.tensor(which, device=tiles.device), :]
