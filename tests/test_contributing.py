@@ -2,6 +2,7 @@
 up."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ENTRY = '    Operator("weighted_sum", "grid", factors=("weights", -1), atomic=False, typical="tokens", on_cpu=dict(B=1)),\n'
+ENTRY = re.search(r"^ +(Operator\(.*\),)$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
 
 PYTEST = ["-m", "pytest", "-p", "no:xdist", "-o", "addopts=", "--doctest-modules", "-m", "not slow and not gpu"]
 
@@ -30,7 +31,7 @@ def copy(tmp_path) -> Path:
     shutil.copytree(tmp_path / "template/weighted_sum", tmp_path / "src/sonde/grid/weighted_sum")
     family = tmp_path / "src/sonde/grid/__init__.py"
     edited(family, "\n__all__ = [", 'from .weighted_sum import weighted_sum\n\n__all__ = ["weighted_sum", ')
-    edited(tmp_path / "src/sonde/operators.py", "\n_ALL = (\n", f"\n_ALL = (\n{ENTRY}")
+    edited(tmp_path / "src/sonde/operators.py", "\n_ALL = (\n", f"\n_ALL = (\n    {ENTRY[1]}\n")
     return tmp_path
 
 
@@ -49,8 +50,9 @@ def test_three_places_make_an_operator(copy):
     done = run(copy, *PYTEST, *contract, "src/sonde/grid/weighted_sum", *only)
     assert done.returncode == 0, done.stdout[-4000:]
     assert int(done.stdout.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1]) > 100, done.stdout[-300:]
-    done = run(copy, "-m", "sonde", "explain", "weighted_sum", "--help")
-    assert done.returncode == 0, done.stderr
+    for command in (["explain", "weighted_sum", "--help"], ["bench", "weighted_sum", "--backward"]):
+        done = run(copy, "-m", "sonde", *command)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_mistake_in_the_template_is_found(copy):

@@ -143,6 +143,8 @@ def _definition(operator: Operator, args: Sequence, cotangent: Tensor, dtype: to
     dims = [operator.queries.get(k) for k, a in wide.items() for _ in tensors([a])]
     along, Q, n = operator.queries, cotangent.shape[operator.result], every(operator, cotangent)
     step = n * max(1, int(_budget(cotangent.device) * Q / max(1, taps * 8 * 24)))  # about 24 temporaries per tap are alive at once
+    if not along:  # nothing says how to slice the arguments
+        step, n = max(1, Q), 1
     for start in range(0, Q, step):
 
         def rows(x: Tensor, dim: int | None, start: int = start) -> Tensor:

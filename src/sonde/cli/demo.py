@@ -8,6 +8,7 @@ decoder of Deformable-DETR, a point cloud on a grid, and small products and atte
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -32,11 +33,14 @@ def run(options: argparse.Namespace) -> int:
     plot.check("--plot", options.plot)
     todo = jobs()
     announce_compilation(todo)
+    busy = busy_cores() if todo[0].device.type == "cpu" else 0
     records = list(measured(todo, show=not options.json, extras=False))
     if options.json:
         dump(records)
     else:
         show(records)
+        if busy:
+            print(f"Other work kept {busy:.1f} of {os.cpu_count()} cores busy, so times are off; run it again when they are idle.")
     if options.plot and plot.save(records, options.plot) and not options.json:
         print(f"Picture: {options.plot}")
     return 0 if all(record["correct"] for record in records) else 1
@@ -51,6 +55,12 @@ def jobs() -> list[Job]:
         Job(o, o.typical, {**o.cases.BENCH[o.typical], **(o.on_cpu if where.type == "cpu" else {})}, where)
         for o in operators("demo", [])
     ]
+
+
+def busy_cores() -> float:
+    """How many cores other processes kept busy during the last minute; 0 if that is less than half of one, or unknown."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load if load >= 0.5 else 0.0
 
 
 def announce_compilation(todo: Sequence[Job]) -> None:

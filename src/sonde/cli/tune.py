@@ -184,14 +184,15 @@ def _dry_run(found: Sequence[Planned], options: argparse.Namespace) -> int:
         dump([dict(_named(p.job), kernels=[_kernel(k) for k in p.kernels.values()]) for p in found], options.json)
         return 0
     rows = [
-        [p.job.operator.name, p.job.case, p.job.dtype, p.job.layout, k.key.kernel, short(k.config), k.origin, f"{k.candidates}"]
+        (p.job.operator.name, p.job.case, p.job.dtype, p.job.layout, k.key.kernel, short(k.config), k.origin, f"{k.candidates}")
         for p in found
         for k in p.kernels.values()
         if k.key  # sonde explain lists the others, which have only one configuration
     ]
     head = ["operator", "case", "dtype", "layout", "kernel", "runs now", "from", "candidates"]
     choices = _choices(found)
-    table(head, rows, f"Nothing is launched; on {next(iter(choices)).device}", left=len(head) - 1)
+    title = f"Nothing is launched; on {next(iter(choices)).device}"  # a kernel may run twice in a call, on other sizes
+    table(head, [list(row) for row in dict.fromkeys(rows)], title, left=len(head) - 1)
     missing = [k for k in choices.values() if k.origin != "tuned"]
     todo = list(choices.values()) if options.again else missing
     count = sum(map(_count(options), todo))

@@ -165,7 +165,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         'BATCH_INVARIANT'
     """
     if not callable(function):
-        raise TypeError(f"explain: the first argument must be a function, such as sonde.knn; got {function!r:.80}")
+        got = "a tensor. Write explain(sonde.knn, queries, points, 3)" if isinstance(function, Tensor) else f"{function!r:.80}"
+        raise TypeError(f"explain: the first argument must be a function, such as sonde.knn; got {got}")
     token = _plans.set([])
     try:
         function(*args, **kwargs)

@@ -73,7 +73,7 @@ def attention(
     r"""Exact softmax attention: $\mathrm{out}_i = \sum_j \mathrm{softmax}_j(\mathrm{scale}\; q_i \cdot k_j)\, v_j$.
 
     Convention:
-        As ``torch.nn.functional.scaled_dot_product_attention``. With ``causal=True`` query i sees the keys j ≤ i, counted from the
+        As ``torch.nn.functional.scaled_dot_product_attention``, whose `is_causal` is `causal` here. With ``causal=True`` query i sees the keys j ≤ i, counted from the
         beginning, even if there are more keys than queries. Head i of `q` goes with head i // (hq / h) of `k` and `v`. Logits and
         sums are float32, or float64 if any operand is float64; half-precision weights are rounded before they are multiplied, as
         matrix units require. Rows of very negative logits are as exact as others. Without any key the result is 0. In the
@@ -88,7 +88,7 @@ def attention(
         causal: Whether keys after the query's own position are left out.
         scale: $d^{-1/2}$ unless given.
         return_lse: Whether the logarithm of the sum of exponentials is returned as well.
-        impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[B, hq, T, e]`` in the dtype of `q`; with ``return_lse=True`` also $\log \sum_j \exp(\mathrm{scale}\; q_i \cdot k_j)$,

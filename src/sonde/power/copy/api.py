@@ -39,7 +39,7 @@ def copy(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
     Args:
         x: Of any shape and strides.
-        impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         The same numbers in the same dtype, contiguous, always in new memory.

@@ -34,7 +34,14 @@ _mm = operator(
 
 def arguments(a: Any, b: Any) -> tuple[Any, ...]:
     """The operator's arguments."""
-    return (*matrices("mm", a=a, b=b)[1], tf32())
+    return (*_matrices(a, b)[1], tf32())
+
+
+def _matrices(a: Any, b: Any) -> tuple[tuple[int, ...], list[Tensor]]:
+    leading, operands = matrices("mm", a=a, b=b)
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"mm: b must be […, K, N] with K={a.shape[-1]} (from a, {list(a.shape)}); got {list(b.shape)}")
+    return leading, operands
 
 
 def mm(a: Tensor, b: Tensor, *, impl: Impl = "auto") -> Tensor:
@@ -49,7 +56,7 @@ def mm(a: Tensor, b: Tensor, *, impl: Impl = "auto") -> Tensor:
     Args:
         a: ``[…, M, K]``.
         b: ``[…, K, N]``, with the same leading dimensions: nothing is broadcast, but an expanded tensor is not copied.
-        impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[…, M, N]`` in the dtype of `a`.
@@ -59,5 +66,5 @@ def mm(a: Tensor, b: Tensor, *, impl: Impl = "auto") -> Tensor:
         >>> sonde.power.mm(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]]))
         tensor([[11.]])
     """
-    leading, operands = matrices("mm", a=a, b=b)
+    leading, operands = _matrices(a, b)
     return unbatched(_mm(*operands, tf32(), impl=impl), leading)

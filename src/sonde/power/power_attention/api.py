@@ -146,7 +146,7 @@ def power_attention(
     \mathrm{out}_i = \frac{\sum_j w_{ij}\, v_j}{\sum_j w_{ij}}$$
 
     Convention:
-        G are the inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a
+        Tokens come before heads, ``[B, T, heads, d]``; :func:`attention` has them the other way round, as torch does. G are the inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a
         sequence into calls gives the same result, up to rounding. Long sequences are cut into chunks: the tokens of a chunk see
         each other through weights, and earlier chunks through a state, S = Σ φ(k) vᵀ with the symmetric power φ
         (:func:`sympow`). The length of chunks changes only the rounding. A query whose weights are all zero gives 0 and has zero
@@ -169,7 +169,7 @@ def power_attention(
             chunks would be too large, so there is one chunk, and the cost is quadratic in T.
         state: What an earlier call returned. With ``power=4`` only up to d = 32, since D would grow too large.
         return_state: Whether to return the state after the last token as well.
-        impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[B, T, hq, e]`` in the dtype of `q`; with ``return_state=True`` also a :class:`PowerState`.

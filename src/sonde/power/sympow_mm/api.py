@@ -101,7 +101,7 @@ def sympow_mm(
         accumulate: Added, if `beta` is not 0; of the result's shape.
         alpha: Multiplies the product.
         beta: Multiplies `accumulate`.
-        impl: ``"auto"`` is Triton on GPUs and torch on CPUs (``"numba"``, as elsewhere); ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[…, M, N]`` or ``[…, D, N]`` in the dtype of `a`.
