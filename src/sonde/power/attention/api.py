@@ -74,12 +74,12 @@ def attention(
 
     Convention:
         As ``torch.nn.functional.scaled_dot_product_attention``, whose `is_causal` is `causal` here. With ``causal=True`` query i
-        sees the keys j ≤ i, counted from the beginning, even if there are more keys than queries. Head i of `q` goes with head
-        i // (hq / h) of `k` and `v`. Logits and sums are float32, or float64 if any operand is float64; half-precision weights are rounded before they are multiplied, as
-        matrix units require. Rows of very negative logits are as exact as others. Without any key the result is 0. In the
-        causal case, a later value that is infinite or NaN may make a row NaN, as in torch. All three inputs have fused
-        gradients, which recompute the weights; the log-sum-exp has none. For the gradients, the rounding error of a
-        half-precision result is kept too. Every result has the same bits in every run.
+        sees the keys j ≤ i, counted from the beginning, even if there are more keys than queries. Head i of `q` goes with head i
+        // (hq / h) of `k` and `v`. Logits and sums are float32, or float64 if any operand is float64; half-precision weights are
+        rounded before they are multiplied, as matrix units require. Rows of very negative logits are as exact as others. Without
+        any key the result is 0. In the causal case, a later value that is infinite or NaN may make a row NaN, as in torch. All
+        three inputs have fused gradients, which recompute the weights; the log-sum-exp has none. For the gradients, the rounding
+        error of a half-precision result is kept too. Every result has the same bits in every run.
 
     Args:
         q: ``[B, hq, T, d]``, d up to 256. Only rows must be contiguous; others are copied.
