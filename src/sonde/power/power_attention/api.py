@@ -146,16 +146,17 @@ def power_attention(
     \mathrm{out}_i = \frac{\sum_j w_{ij}\, v_j}{\sum_j w_{ij}}$$
 
     Convention:
-        Tokens come before heads, ``[B, T, heads, d]``; :func:`attention` has them the other way round, as torch does. G are the inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a
-        sequence into calls gives the same result, up to rounding. Long sequences are cut into chunks: the tokens of a chunk see
-        each other through weights, and earlier chunks through a state, S = Σ φ(k) vᵀ with the symmetric power φ
-        (:func:`sympow`). The length of chunks changes only the rounding. A query whose weights are all zero gives 0 and has zero
-        gradients. So does one whose sum of weights is below 64·eps of Σ_j ‖q_i‖^p ‖k_j‖^p e^{G_i − G_j}, since such a sum is only
-        rounding error. Gates below −1000, −∞ included, let nothing pass and have no gradient. Head i of `q` goes with head
-        i // (hq / h) of `k` and `v`. Sums run in float32, or in float64 if any operand is float64; half-precision weights, φ and
-        states of chunks are rounded before they are multiplied, as matrix units require. Infinite or NaN values may spread to
-        earlier rows of the same tile. Every result has the same bits in every run. First derivatives are fused, including those
-        of the returned state and those with respect to the given state's S and z.
+        Tokens come before heads, ``[B, T, heads, d]``; :func:`attention` has them the other way round, as torch does. G are the
+        inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a sequence
+        into calls gives the same result, up to rounding. Long sequences are cut into chunks: the tokens of a chunk see each other
+        through weights, and earlier chunks through a state, S = Σ φ(k) vᵀ with the symmetric power φ (:func:`sympow`). The length
+        of chunks changes only the rounding. A query whose weights are all zero gives 0 and has zero gradients. So does one whose
+        sum of weights is below 64·eps of Σ_j ‖q_i‖^p ‖k_j‖^p e^{G_i − G_j}, since such a sum is only rounding error. Gates below
+        −1000, −∞ included, let nothing pass and have no gradient. Head i of `q` goes with head i // (hq / h) of `k` and `v`. Sums
+        run in float32, or in float64 if any operand is float64; half-precision weights, φ and states of chunks are rounded before
+        they are multiplied, as matrix units require. Infinite or NaN values may spread to earlier rows of the same tile. Every
+        result has the same bits in every run. First derivatives are fused, including those of the returned state and those with
+        respect to the given state's S and z.
 
     Args:
         q: ``[B, T, hq, d]``, d up to 256. Only rows must be contiguous; others are copied.
