@@ -61,6 +61,12 @@ def pytest_collection_modifyitems(config, items):
     """
     config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
     items[:] = sorted((item for item in items if applies(item)), key=lambda item: "longest" not in item.keywords)
+    missing = [name for name in ("numba", "triton") if find_spec(name) is None]
+    for item in items if missing else ():
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for name in missing:
+            if any(isinstance(value, str) and value == name for value in params):
+                item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
     for item in items if not HAS_GPU else ():
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -953,6 +953,7 @@ def test_mismatched_batch(operator, target):
 
 
 @pytest.mark.without_gradients
+@pytest.mark.usefixtures("numba_target")
 def test_errors_of_impl(operator):
     """An implementation that is requested by name runs or raises, and is never replaced."""
     args = tiny(operator)

@@ -364,6 +364,7 @@ def test_lists_optional_tensors_and_several_results():
     assert "gradients" in report.checked["kernel"]
 
 
+@pytest.mark.usefixtures("numba_target")
 def test_the_readme_s_kernel_in_a_project_of_its_own(tmp_path):
     """The README's kernel, at most fifteen lines, works in a separate folder with nothing but Sonde installed."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -431,6 +431,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("numba_target")
 def test_messages(case, monkeypatch):
     """Each message names the argument, what was expected and what was given; nothing is launched."""
     wrong, kind, words = BAD[case]

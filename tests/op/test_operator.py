@@ -274,6 +274,7 @@ def test_an_empty_body_is_no_implementation(x):
         sonde.operator(name(), empty.__wrapped__, reference=plain, deterministic=True)
 
 
+@pytest.mark.usefixtures("numba_target")
 def test_auto_takes_the_first_for_the_device(x):
     called = []
 

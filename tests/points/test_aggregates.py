@@ -249,6 +249,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("name", [*NAMES, "knn", "radius_neighbors", "radius_search"])
+@pytest.mark.usefixtures("numba_target")
 def test_errors(name, message, monkeypatch):
     """Every wrong argument is named, with what was expected and what was given, and nothing is launched."""
     arguments = {

@@ -108,6 +108,7 @@ def test_as_near_to_float64_as_torch(impl, dtype):
         assert x <= 1.125 * y + 1e-7, (name, x, y)
 
 
+@pytest.mark.usefixtures("numba_target")
 def test_without_keys_or_rows():
     q, k = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 0, 8)
     for impl in ("reference", "numba"):

@@ -138,6 +138,7 @@ def test_copies_of_any_strides(impl):
         assert out.data_ptr() != t.data_ptr()
 
 
+@pytest.mark.usefixtures("numba_target")
 def test_plans_say_which_kernels_run():
     a = random(3, 4).requires_grad_()
     plan = sonde.explain(mm, a, random(4, 5))

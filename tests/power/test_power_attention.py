@@ -384,6 +384,7 @@ def test_scale_cancels():
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
+@pytest.mark.usefixtures("numba_target")
 def test_scale_cancels_in_second_derivatives(scale):
     """They come from the reference, where a power of the scale would not be finite."""
     inputs = made(1, 6, 1, 1, 4)
@@ -395,6 +396,7 @@ def test_scale_cancels_in_second_derivatives(scale):
 
 
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.usefixtures("numba_target")
 def test_long_sums(gated):
     """20 000 tokens in float32, with the gradients of gates, each a sum over all tokens before and after it."""
     inputs = made(1, 20_000, 1, 1, 8, gated=gated, decay=0.004, dtype=torch.float32)
@@ -546,6 +548,7 @@ STATE = zeros((2, 2, 64, 3), (2, 2, 64), (2, 2))
         (zeros((1, 3, 1, 33), (1, 3, 1, 33), (1, 3, 1, 4)), dict(power=4, return_state=True), ("up to d=32", "d=33", "D=58905")),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("numba_target")
 def test_bad_input(arguments, options, words, monkeypatch):
     calls = spy(monkeypatch, OPERATORS["power_attention"], "numba")
     with pytest.raises((ValueError, TypeError)) as caught:
