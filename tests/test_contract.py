@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import tracemalloc
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -953,15 +954,15 @@ def test_mismatched_batch(operator, target):
 
 
 @pytest.mark.without_gradients
-@pytest.mark.usefixtures("numba_target")
 def test_errors_of_impl(operator):
     """An implementation that is requested by name runs or raises, and is never replaced."""
     args = tiny(operator)
     for impl in ("cuda", "Triton", "", None, 3, ["auto"]):
         refused(operator, args, "impl", "'auto'", "'triton'", "'numba'", "'reference'", repr(impl), impl=impl)
     meta = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
-    refused(operator, meta, "impl='numba'", "CPU tensors", "meta", impl="numba")
-    refused(operator, meta, "impl='triton'", "GPU tensors", "meta", impl="triton")
+    for impl, kind in (("numba", "CPU"), ("triton", "GPU")):
+        words = (f"{kind} tensors", "meta") if find_spec(impl) else ("not installed",)
+        refused(operator, meta, f"impl={impl!r}", *words, impl=impl)
     with pytest.raises(TypeError):
         operator.function(*args, "numba")  # impl is keyword-only
 
