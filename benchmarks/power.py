@@ -142,14 +142,31 @@ def peers(name: str, args: Sequence[Any]) -> dict[str, Callable[[], Any]]:
     return {}
 
 
-CASES: dict[str, dict[str, dict[str, Any]]] = {
+ODD = {  # products of sizes that fit no tile
+    "odd_turned": dict(B=1, M=1500, K=900, N=700, turned=True),
+    "odd_square": dict(B=1, M=2047, K=2047, N=2047),
+    "one_row": dict(B=1, M=1, K=4096, N=11008),
+    "few_rows": dict(B=1, M=17, K=4096, N=5000),
+    "few_columns": dict(B=1, M=50_000, K=333, N=20),
+    "short_sums": dict(B=1, M=5000, K=37, N=3000),
+    "long_sums": dict(B=1, M=72, K=100_000, N=64),
+    "odd_batched": dict(B=37, M=129, K=65, N=97),
+}
+CASES: dict[str, dict[str, dict[str, Any]]] = {  # sizes, or {} for those of BENCH
     "copy": {},
-    "mm": {k: {} for k in ("square_4096", "square_8192", "odd", "skinny", "batched")},
+    "mm": {**{k: {} for k in ("square_4096", "square_8192", "odd", "skinny", "batched")}, **ODD},
     "sympow": {"d64_p2": {}},
     "sympow_mm": {"query_d64": {}, "state_d64": {}},
-    "attention": {"d64_4k": {}, "d128_4k": {}},
+    "attention": {
+        **{k: {} for k in ("d64_4k", "d64_16k", "d128_4k", "d64_cross")},
+        "d64_64k": dict(B=1, T=65536, S=65536, d=64, heads=16, causal=True),
+    },
     "power_attention": {},
 }
+
+
+def sizes_of(name: str, case: str) -> dict[str, Any]:
+    return CASES[name].get(case) or OPERATORS[name].cases.BENCH[case]
 
 
 def measure(name: str, out: Path, turn: Path, chosen: Sequence[str]) -> None:
@@ -157,7 +174,7 @@ def measure(name: str, out: Path, turn: Path, chosen: Sequence[str]) -> None:
     operator, lines, records = OPERATORS[name], [], []
     progress = out / f"{name}.progress"
     names = [c for c in CASES[name] or operator.cases.BENCH if not chosen or c in chosen]
-    cases = {c: operator.make(**operator.cases.BENCH[c], dtype=HALF, device="cuda") for c in names}
+    cases = {c: operator.make(**sizes_of(name, c), dtype=HALF, device="cuda") for c in names}
     phases = ("forward",) if name == "copy" else ("forward", "backward")
     with ThreadPoolExecutor(8) as pool:
         todo = []
@@ -188,27 +205,31 @@ def measure(name: str, out: Path, turn: Path, chosen: Sequence[str]) -> None:
 
 
 def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> list[str]:
-    """Times of torch's own operators, and of ours with backward."""
+    """Times of torch's own operators, and of ours, each with backward too."""
     lines = []
+
+    def note(who: dict, phase: str, ms: float) -> None:
+        records.append(dict(operator=name, case=case, phase=phase, **who, ms=ms))
+        lines.append(f"  {name} {case} {who.get('peer', 'ours')} {phase} {ms:.4f}")
+
     for peer, run in peers(name, args).items():
         try:
             ms = timed(run)
         except Exception as problem_:
             lines.append(f"  {name} {case} {peer}: {str(problem_)[:60]}")
             continue
-        records.append(dict(operator=name, case=case, phase="forward", peer=peer, ms=ms))
-        lines.append(f"  {name} {case} {peer} {ms:.4f}")
+        note(dict(peer=peer), "forward", ms)
         if name == "attention":
             leaves = [a.detach().requires_grad_() for a in args[:3]]
             back, grad = peers(name, [*leaves, *args[3:]])[peer], torch.randn_like(args[0])
             ms = timed(lambda back=back, leaves=leaves, grad=grad: torch.autograd.grad(back(), leaves, grad), 5)
-            lines.append(f"  {name} {case} {peer} with backward {ms:.4f}")
+            note(dict(peer=peer), "forward and backward", ms)
     if name in ("attention", "sympow_mm", "power_attention"):
         given = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
         call, of = OPERATORS[name].call("triton"), [a for a in given if isinstance(a, torch.Tensor)]
         grad, plain = torch.randn_like(call(*given)), [a.detach() if isinstance(a, torch.Tensor) else a for a in given]
-        lines.append(f"  {name} {case} ours {timed(lambda: call(*plain), 5):.4f}")
-        lines.append(f"  {name} {case} ours with backward {timed(lambda: torch.autograd.grad(call(*given), of, grad), 5):.4f}")
+        note(dict(whole=True), "forward", timed(lambda: call(*plain), 5))
+        note(dict(whole=True), "forward and backward", timed(lambda: torch.autograd.grad(call(*given), of, grad), 5))
     return lines
 
 

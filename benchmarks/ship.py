@@ -30,7 +30,7 @@ REPEATS = 7  # of each time that power.py recorded
 
 
 def winners_of(document: dict[str, Any], arch: int) -> Iterator[dict[str, Any]]:
-    from power import Captured
+    from power import Captured, sizes_of
     from sonde.operators import OPERATORS
 
     groups: dict[tuple[str, str, str], list[dict]] = {}
@@ -40,7 +40,7 @@ def winners_of(document: dict[str, Any], arch: int) -> Iterator[dict[str, Any]]:
     for (name, case, phase), records in groups.items():
         operator = OPERATORS[name]
         with mock.patch.multiple(torch, randn=empty, rand=empty, randn_like=torch.empty_like):  # values do not matter here
-            args = operator.make(**operator.cases.BENCH[case], dtype=getattr(torch, document["dtype"]))
+            args = operator.make(**sizes_of(name, case), dtype=getattr(torch, document["dtype"]))
             launches = Captured(operator, args, phase == "backward").launches()
         if [kernel.name for kernel, _, _ in launches] != [record["kernel"] for record in records]:
             print(f"{name} {case} {phase}: its kernels have changed; measure it again")
