@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -38,3 +39,10 @@ def test_a_line_says_what_a_first_run_compiles(capsys, monkeypatch, tmp_path):
     (tmp_path / "kernel").touch()
     demo.announce_compilation(demo.jobs())
     assert capsys.readouterr().err == ""
+
+
+def test_cores_are_busy_if_none_was_idle(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for load, busy in ((1.9, 0.0), (2.5, 2.5)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert demo.busy_cores() == busy

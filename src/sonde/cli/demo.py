@@ -58,9 +58,9 @@ def jobs() -> list[Job]:
 
 
 def busy_cores() -> float:
-    """How many cores other processes kept busy during the last minute; 0 if that is less than half of one, or unknown."""
+    """How many cores other processes kept busy during the last minute; 0 if some core was idle, or unknown."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load if load >= 0.5 else 0.0
+    return load if load >= (os.cpu_count() or 1) else 0.0
 
 
 def announce_compilation(todo: Sequence[Job]) -> None:
