@@ -43,13 +43,13 @@ def test_every_case_compiles_without_spills(target):
 def check(target: str, whole: str) -> dict:
     """`whole`: the operators whose every case is compiled, as the beginning of their module's name."""
     pytest.importorskip("triton")
-    from helpers.versions import NO_SPILLS
+    from helpers.versions import SPILLED
 
     report = compile_for(target, whole)
     missing = set(report["expected"]) - {kernel["name"] for kernel in report["kernels"]}
     assert report["expected"]
     assert not missing, f"never launched: {missing}"
-    spilling = [kernel for kernel in report["kernels"] if kernel["spills"] and NO_SPILLS]
+    spilling = [kernel for kernel in report["kernels"] if kernel["spills"] > SPILLED[target.partition("-")[0]]]
     assert not spilling, "\n".join(f"{k['name']} {k['of']}: {k['usage']}" for k in spilling)
     racing = [kernel for kernel in report["kernels"] if kernel["races"]]
     assert not racing, "\n".join(f"{k['name']} {k['of']}: {k['races'][0]}" for k in racing)

@@ -49,7 +49,8 @@ class Launched:
 
     def begin(self, kernel: str, given: object) -> None:
         self.kernel = kernel
-        self.places = sorted({place for tensor in tensors_of(given) for place in [extent(tensor)] if place[0] < place[1]})
+        places = {extent(tensor) for tensor in tensors_of(given)}
+        self.places = sorted((first, last) for first, last in places if first < last)
 
     def check(self, does: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
         mask = np.asarray(mask).astype(bool, copy=False)

@@ -44,11 +44,14 @@ def resources(name: str, of: str, asm: dict, folder: str) -> dict:
         out = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
         usage = " ".join(re.findall(r"REG:.*LOCAL:\d+ ", out))
         races = overwritten_early(cubin) if "wgmma" in asm["ptx"] else []
-        spills = "STACK:0 " not in usage or "LOCAL:0 " not in usage
+        memory = re.findall(r"(?:STACK|LOCAL):(\d+) ", usage)
+        assert memory, out
+        spills = sum(map(int, memory))
         return dict(name=name, of=of, usage=usage, spills=spills, races=races, widest=widest_access(asm["ptx"]))
     # scalar registers spilled to lanes of vector registers touch no memory and do not count
     found = re.findall(r"\.(vgpr_spill_count|private_segment_fixed_size): *(\d+)", asm["amdgcn"])
-    return dict(name=name, of=of, usage=str(found), spills=not found or any(int(n) for _, n in found), races=[])
+    assert found, name
+    return dict(name=name, of=of, usage=str(found), spills=sum(int(n) for _, n in found), races=[])
 
 
 def widest_access(ptx: str) -> int:

@@ -89,7 +89,7 @@ def described_to_workers(problem: Problem, hits: list) -> list:
     hits.clear()
     launch = MOVE.launch(problem, Config(64))
     toy_triton._move.warmup(
-        *described(tensors, launch), *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3
+        *described(tensors, dict(launch.descriptors)), *launch.sizes, *launch.constants, grid=launch.grid, num_warps=4, num_stages=3
     )
     return [cause, *hits]
 

@@ -34,17 +34,17 @@ def bind(kernel, tensors: Sequence[Tensor | None], launch: Launch) -> Callable[.
     """
     if not launch.descriptors:
         return _bind(kernel, tensors, launch, tensors)
-    run = _bind(kernel, tensors, launch, described(tensors, launch))
-    return lambda *tensors: run(*described(tensors, launch))
+    blocks = dict(launch.descriptors)
+    run = _bind(kernel, tensors, launch, described(tensors, blocks))
+    return lambda *tensors: run(*described(tensors, blocks))
 
 
-def described(tensors: Sequence[Any], launch: Launch) -> list[Any]:
-    """The tensors as the kernel gets them: some as descriptors, through which hardware reads and writes whole blocks of them."""
-    if not launch.descriptors:
+def described(tensors: Sequence[Any], blocks: dict[int, tuple[int, ...]]) -> list[Any]:
+    """The tensors, those in `blocks` as descriptors, through which hardware reads and writes whole blocks of them."""
+    if not blocks:
         return list(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor  # not in older Tritons
 
-    blocks = dict(launch.descriptors)
     return [TensorDescriptor.from_tensor(t, list(blocks[i])) if i in blocks else t for i, t in enumerate(tensors)]
 
 

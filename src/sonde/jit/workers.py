@@ -145,7 +145,7 @@ def _compile(kernel: Any, problem: Any, config: Any, tensors: Sequence) -> tuple
 
         launch = kernel.launch(problem, config)
         options = launch.options(driver.active.get_current_target().backend)
-        given = described(tensors, launch)
+        given = described(tensors, dict(launch.descriptors))
         kernel.function.warmup(*given, *launch.sizes, *launch.constants, grid=launch.grid, **options)
     except Exception as error:
         cause = describe(error)
