@@ -424,7 +424,7 @@ _ALL = (
         queries=dict(a=0, b=0, accumulate=0),
         result=0,
         typical="query_d64",
-        on_cpu=dict(B=1),
+        on_cpu=dict(B=4),
     ),
     Operator(
         "attention",
@@ -455,7 +455,7 @@ _ALL = (
         queries=dict(q=0, k=0, v=0, log_gate=0, state=0),
         result=0,
         typical="d64_4k",
-        on_cpu=dict(B=1, heads=2, T=512),
+        on_cpu=dict(B=1, heads=1, T=3072, d=32),  # in chunks, as long sequences are
     ),
     Operator(
         "point_index",

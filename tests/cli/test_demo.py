@@ -19,6 +19,7 @@ def test_demo(capsys, tiny, monkeypatch):
         protocol, "measure", lambda job, *a, **k: honest(protocol.Job(job.operator, job.case, job.sizes, CPU, "reference"), *a, **k)
     )
     monkeypatch.setattr(demo, "announce_compilation", lambda todo: None)
+    monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
     code, out, err = sonde(capsys, "demo")
     assert code == 0
     assert err.startswith("[0/48] sample_sum pixelsplat_infer float32 contiguous reference: compiling and checking\n")
@@ -39,6 +40,20 @@ def test_a_line_says_what_a_first_run_compiles(capsys, monkeypatch, tmp_path):
     (tmp_path / "kernel").touch()
     demo.announce_compilation(demo.jobs())
     assert capsys.readouterr().err == ""
+
+
+def test_beside_other_work(capsys, monkeypatch):
+    """Threads wait for each other asleep, a line says that times are off, and a case without memory is no error."""
+    failed = dict(operator="mm", case="square_1024", correct=False, wrong="out of memory", figures={})
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(bench, "device", lambda name: CPU)
+    monkeypatch.setattr(bench, "measured", lambda todo, **_: [failed])
+    monkeypatch.setattr(demo, "busy_cores", lambda: 3.0)
+    code, out, _ = sonde(capsys, "demo")
+    assert (code, os.environ["OMP_WAIT_POLICY"]) == (1, "passive")
+    assert "WRONG: mm: out of memory" in out
+    assert "Other work kept 3.0 of" in out
 
 
 def test_cores_are_busy_if_none_was_idle(monkeypatch):
