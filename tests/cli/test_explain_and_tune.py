@@ -198,8 +198,9 @@ def test_tune_needs_a_gpu_but_for_a_dry_run(tmp_path):
     assert "needs a GPU" in done.stderr
     done = shell("tune", "--dry-run", "--dtype", "float32", SONDE_CACHE_DIR=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Nothing is launched; on no GPU")
-    for word in ("pixelsplat_train", "fused_sample_ops", "channels_last", "grid.rows", "grid.form", "default", "candidates to try"):
+    assert done.stdout.startswith("On no GPU; nothing is launched")
+    assert len(done.stdout.splitlines()) < 80
+    for word in ("pixelsplat_train", "fused_sample_ops", "grid.rows", "grid.form", "default", "candidates to try"):
         assert word in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +210,7 @@ def test_dry_run_in_half_precision():
     pytest.importorskip("triton")
     done = shell("tune", "--dry-run", "mm", "attention", "power_attention", "--dtype", "bfloat16", "--layout", "contiguous")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("decoding", "d64_64k", "power.step", "power.product", "power.attend"):
+    for word in ("decoding", "of them", "power.step", "power.product", "power.attend"):
         assert word in done.stdout
 
 

@@ -183,20 +183,26 @@ def _dry_run(found: Sequence[Planned], options: argparse.Namespace) -> int:
     if options.json:
         dump([dict(_named(p.job), kernels=[_kernel(k) for k in p.kernels.values()]) for p in found], options.json)
         return 0
-    rows = [
-        (p.job.operator.name, p.job.case, p.job.dtype, p.job.layout, k.key.kernel, short(k.config), k.origin, f"{k.candidates}")
-        for p in found
-        for k in p.kernels.values()
-        if k.key  # sonde explain lists the others, which have only one configuration
-    ]
-    head = ["operator", "case", "dtype", "layout", "kernel", "runs now", "from", "candidates"]
+    rows: dict[tuple[Any, ...], list[Job]] = {}  # the jobs in which a kernel runs in the same configuration
+    for job, kernels in found:
+        for k in kernels.values():
+            if k.key:  # sonde explain lists the others, which have only one configuration
+                row = (job.operator.name, k.key.kernel, short(k.config), k.origin, k.candidates)
+                rows.setdefault(row, []).append(job)
     choices = _choices(found)
-    title = f"Nothing is launched; on {next(iter(choices)).device}"  # a kernel may run twice in a call, on other sizes
-    table(head, [list(row) for row in dict.fromkeys(rows)], title, left=len(head) - 1)
+    head = ["operator", "kernel", "in cases", "dtypes", "runs now", "from", "candidates"]
+    cells = []
+    for (operator, kernel, config, origin, candidates), jobs in rows.items():
+        cases = list(dict.fromkeys(job.case for job in jobs))
+        named = ", ".join(cases) if len(cases) <= 2 else f"{len(cases)} of them"
+        dtypes = " ".join(dict.fromkeys(SHORT[job.dtype] for job in jobs))
+        cells.append([operator, kernel, named, dtypes, config, origin, f"{candidates}"])
+    table(head, cells, f"On {next(iter(choices)).device}; nothing is launched", left=len(head) - 1)
     missing = [k for k in choices.values() if k.origin != "tuned"]
     todo = list(choices.values()) if options.again else missing
     count = sum(map(_count(options), todo))
     print(f"{len(choices)} kernels with several configurations, {len(missing)} of them not tuned; {count} candidates to try")
+    print("A kernel counts once for each set of sizes, dtypes and strides; --json lists them one by one.")
     return 0
 
 
