@@ -234,13 +234,15 @@ def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("operators", nargs="+", choices=CASES)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, default=170)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("operators", nargs="+", choices=CASES, help="each is measured in a process of its own")
+    parser.add_argument("--out", required=True, help="folder of the records, one JSON file for each operator")
+    parser.add_argument("--seconds", type=float, default=170, help="after which processes that still run are killed (default: 170)")
     parser.add_argument("--cases", nargs="*", default=[], help="all of them, unless given")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU, and torch sees none here")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     turn = out / "turn"
@@ -258,16 +260,19 @@ def main() -> int:
         )
         for name, log in logs.items()
     }
+    died = False
     for name, process in running.items():
         try:
             process.wait(max(1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
         text = (out / f"{name}.log").read_text().splitlines()
         progress = out / f"{name}.progress"
-        died = f"{name} DIED, last: {progress.read_text() if progress.exists() else 'nothing was started'}"
-        print("\n".join(text if process.returncode == 0 else [*text[:60], died]))
-    return 0
+        last = progress.read_text() if progress.exists() else "nothing was started"
+        print("\n".join(text if process.returncode == 0 else [*text[:60], f"{name} DIED, last: {last}"]))
+        died |= process.returncode != 0
+    return int(died)
 
 
 if __name__ == "__main__":

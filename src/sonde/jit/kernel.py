@@ -57,9 +57,9 @@ class Unsupported(ValueError):
 class Launch(NamedTuple):
     """``kernel[grid](*tensors, *sizes, *constants, num_warps=…)``; the kernel's sizes are declared ``do_not_specialize``."""
 
-    grid: tuple[int, int, int]
-    sizes: tuple[float, ...]
-    constants: tuple[Any, ...]
+    grid: tuple[int, int, int]  # programs along each axis
+    sizes: tuple[float, ...]  # numbers that may vary without another compilation
+    constants: tuple[Any, ...]  # values of the ``tl.constexpr`` parameters
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = True  # whether the compiler may contract a multiply and an add into one FMA, which rounds once
@@ -294,7 +294,8 @@ def kernel(
         function: Decorated with ``triton.jit``; takes tensors, then sizes (``do_not_specialize``), then constants.
         name: Family and kernel, as in ``"grid.form"``.
         default: problem → the configuration that runs when nothing was tuned.
-        launch: (problem, configuration) → ``Launch(grid, sizes, constants, num_warps, num_stages, fp_fusion, registers)``.
+        launch: (problem, configuration) → ``Launch(grid, sizes, constants, num_warps, num_stages, fp_fusion, registers,
+            descriptors)``.
         candidates: problem → the configurations that a search tries, the most promising first.
         sizes: Fields of the problem that may vary without recompiling; winners are stored by their power of two.
         batch: Fields that the choice must ignore, so that a row's bits do not depend on how many rows there are.

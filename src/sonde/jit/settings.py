@@ -54,7 +54,14 @@ def set(
 ) -> AbstractContextManager[Settings]:
     """Change settings for a ``with`` block, or for every call of the function that this decorates.
 
-    `policy` is a policy, its class or its name (``"best"`` or ``"PickBest"``).
+    Args:
+        policy: A policy, its class or its name (``"best"`` or ``"PickBest"``).
+        num_workers: Compiler processes.
+        max_configs: How many candidates a search tries, the most promising first; ``None`` tries all.
+        budget_s: Seconds after which a search starts no further trial; ``None`` is no limit.
+        verbose: Whether to log every candidate.
+
+    Whatever is not given keeps its value.
 
     >>> from sonde.jit import settings, PickBest
     >>> with settings.set(PickBest, max_configs=20) as now:

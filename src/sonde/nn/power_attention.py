@@ -35,9 +35,9 @@ class PowerAttention(nn.Module):
         num_kv_heads: Heads of keys, values and gates; must divide `num_heads`, which it equals unless given.
         head_dim: Channels of a head, up to 256; embed_dim / num_heads unless given.
         power: 2 or 4. With 4 there is a state up to ``head_dim=32`` only.
-        gates: Whether heads forget; without gates, a token counts as much as all later ones.
+        gates: Whether heads forget; without gates, a key's weight does not depend on how long ago it was.
         bias: Whether projections have biases. That of the gates always has one.
-        chunk_size: Tokens in a chunk; chosen by length unless given. It only changes the rounding.
+        chunk_size: Tokens in a chunk; chosen by length unless given. It changes rounding, time and memory.
         device: Where parameters are created.
         dtype: Of the parameters.
 

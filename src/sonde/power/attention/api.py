@@ -82,11 +82,11 @@ def attention(
         error of a half-precision result is kept too. Every result has the same bits in every run.
 
     Args:
-        q: ``[B, hq, T, d]``, d up to 256. Only rows must be contiguous; others are copied.
+        q: ``[B, hq, T, d]``, d up to 256. Of any strides; here and below, rows that are not contiguous are copied.
         k: ``[B, h, S, d]``, where h divides hq.
         v: ``[B, h, S, e]``, e up to 256.
         causal: Whether keys after the query's own position are left out.
-        scale: $d^{-1/2}$ unless given.
+        scale: Multiplies the logits; $d^{-1/2}$ unless given.
         return_lse: Whether the logarithm of the sum of exponentials is returned as well.
         impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
 

@@ -10,6 +10,8 @@ Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
 class Problem(NamedTuple):
+    """What a launch of softmax attention or of its gradients computes; ``Config`` says how."""
+
     B: int
     h: int  # heads of keys and values
     groups: int  # heads of queries for each of them
@@ -24,10 +26,10 @@ class Problem(NamedTuple):
     out: Strides
     grad: Strides
     units: tuple[int, ...]  # divisors of the row strides of q, k, v, out and grad
-    common: torch.dtype
-    wide: torch.dtype
-    precision: str
-    far: bool
+    common: torch.dtype  # of the fragments, as they are multiplied
+    wide: torch.dtype  # of the accumulator
+    precision: str  # of products
+    far: bool  # offsets need 64 bits
     scale: float
     described: bool  # queries, keys and values can be read through descriptors
     hopper: bool  # elsewhere tiles are smaller

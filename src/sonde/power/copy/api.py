@@ -34,12 +34,11 @@ def copy(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
     Convention:
         Dimensions that are adjacent in memory are merged. Tiles are read along the dimension that is contiguous in `x` and
-        written along the one that is contiguous in the result. The gradient is a contiguous copy of the
-        incoming one.
+        written along the one that is contiguous in the result. The gradient is a contiguous copy of the incoming one.
 
     Args:
         x: Of any shape and strides.
-        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``, which is torch's own copy; ``"reference"`` is plain PyTorch.
 
     Returns:
         The same numbers in the same dtype, contiguous, always in new memory.

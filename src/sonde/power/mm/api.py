@@ -56,7 +56,7 @@ def mm(a: Tensor, b: Tensor, *, impl: Impl = "auto") -> Tensor:
     Args:
         a: ``[…, M, K]``.
         b: ``[…, K, N]``, with the same leading dimensions: nothing is broadcast, but an expanded tensor is not copied.
-        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``, which is torch's BLAS; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[…, M, N]`` in the dtype of `a`.

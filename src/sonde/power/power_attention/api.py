@@ -147,27 +147,28 @@ def power_attention(
 
     Convention:
         Tokens come before heads, ``[B, T, heads, d]``; :func:`attention` has them the other way round, as torch does. G are the
-        inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a sequence
-        into calls gives the same result, up to rounding. Long sequences are cut into chunks: the tokens of a chunk see each other
+        inclusive sums of `log_gate` along T. A `state` stands for the tokens before the first one, so any split of a sequence into
+        calls gives the same result, up to rounding. Long sequences are cut into chunks: the tokens of a chunk see each other
         through weights, and earlier chunks through a state, S = Σ φ(k) vᵀ with the symmetric power φ (:func:`sympow`). The length
-        of chunks changes only the rounding. A query whose weights are all zero gives 0 and has zero gradients. So does one whose
-        sum of weights is below 64·eps of Σ_j ‖q_i‖^p ‖k_j‖^p e^{G_i − G_j}, since such a sum is only rounding error. Gates below
-        −1000, −∞ included, let nothing pass and have no gradient. Head i of `q` goes with head i // (hq / h) of `k` and `v`. Sums
-        run in float32, or in float64 if any operand is float64; half-precision weights, φ and states of chunks are rounded before
-        they are multiplied, as matrix units require. Infinite or NaN values may spread to earlier rows of the same tile. Every
-        result has the same bits in every run. First derivatives are fused, including those of the returned state and those with
-        respect to the given state's S and z.
+        of chunks changes rounding, time and memory, but not the meaning. A query whose weights are all zero gives 0 and has zero
+        gradients. So does one whose sum of weights is below 64·eps of Σ_j ‖q_i‖^p ‖k_j‖^p e^{G_i − G_j}, since such a sum is only
+        rounding error. Gates below −1000, −∞ included, let nothing pass and have no gradient. Head i of `q` goes with head i // (hq
+        / h) of `k` and `v`. Sums run in float32, or in float64 if any operand is float64; half-precision weights, φ and states of
+        chunks are rounded before they are multiplied, as matrix units require. Infinite or NaN values may spread to earlier rows of
+        the same tile. Every result has the same bits in every run. First derivatives are fused, including those of the returned
+        state and those with respect to the given state's S and z.
 
     Args:
-        q: ``[B, T, hq, d]``, d up to 256. Only rows must be contiguous; others are copied.
+        q: ``[B, T, hq, d]``, d up to 256. Of any strides; here and below, rows that are not contiguous are copied.
         k: ``[B, T, h, d]``, where h divides hq.
         v: ``[B, T, h, e]``, e up to 256.
         log_gate: ``[B, T, h]``, at most 0: how much of the past each token keeps, as a logarithm. Positive gates are an error on
             CPUs; on GPUs they are not checked, since that would wait for the device, and weights may overflow.
         power: 2 or 4.
         scale: σ, $d^{-1/2}$ unless given. It cancels in the result, but 0 makes all results 0.
-        chunk_size: Tokens in a chunk; chosen by length unless given. With ``power=4`` and d above 32 it is ignored: states between
-            chunks would be too large, so there is one chunk, and the cost is quadratic in T.
+        chunk_size: Tokens in a chunk; chosen by length unless given. Short chunks take memory, as the backward pass keeps the state
+            before each. With ``power=4`` and d above 32 it is ignored: states between chunks would be too large, so there is one
+            chunk, and the cost is quadratic in T.
         state: What an earlier call returned. With ``power=4`` only up to d = 32, since D would grow too large.
         return_state: Whether to return the state after the last token as well.
         impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.

@@ -13,6 +13,8 @@ Strides = tuple[int, int, int]  # of batch, head and row; rows are contiguous
 
 
 class Problem(NamedTuple):
+    """What a launch on queries, keys, values or their gradients computes; ``Config`` says how."""
+
     B: int
     h: int  # heads of keys and values
     groups: int  # heads of queries for each of them
@@ -40,7 +42,7 @@ class Problem(NamedTuple):
     wide: torch.dtype  # of the accumulator
     precision: str  # of products
     exact: str  # of products that must not round
-    far: bool
+    far: bool  # offsets need 64 bits
     hopper: bool  # elsewhere tiles are smaller
 
     @property
@@ -110,9 +112,9 @@ class Past(NamedTuple):
     e: int
     tile: int
     D: int
-    x: Strides
-    y: Strides
-    x_unit: int
+    x: Strides  # of the rows
+    y: Strides  # of the values or gradients that the sums are multiplied by in a backward pass; zeros without them
+    x_unit: int  # a divisor of x
     y_unit: int
     common: torch.dtype
     wide: torch.dtype
@@ -137,8 +139,8 @@ class Past(NamedTuple):
 
 class Config(NamedTuple):
     block_m: int  # rows that a program computes
-    block_n: int  # rows that it reads at a time; in a fold, columns of the state
-    parts: int  # of the state at a time: tiles of φ, or slices of the state's matrix, for gradients
+    block_n: int  # rows that it reads at a time; in a fold, columns of the state; 0 where it is not used
+    parts: int  # of the state at a time: tiles of φ, or slices of the state's matrix, for gradients; 0 where it is not used
     num_warps: int
     num_stages: int
 

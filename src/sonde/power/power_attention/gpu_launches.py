@@ -17,6 +17,8 @@ row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gra
 
 
 def _sizes(p: Problem) -> tuple[int, ...]:
+    """One list for all kernels, though `_prepare` and `_gate_gradient` do not read the groups, `_query_gradients` not the number of
+    chunks, and `_row_factors` neither their number nor their length."""
     return p.h, p.groups, p.T, p.C, p.chunks
 
 

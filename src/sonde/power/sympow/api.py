@@ -71,7 +71,7 @@ def sympow(x: Tensor, power: int, *, d_tile: int | None = None, dim: int = -1, s
         d_tile: Divides d; the largest of 8, 4, 2 and 1 that does, unless given.
         dim: The dimension to expand: d in `x`, D in the result.
         scaled: ``False`` omits the root.
-        impl: ``"auto"`` is Triton on GPUs and, on CPUs, ``"numba"``: Numba or torch's BLAS; ``"reference"`` is plain PyTorch.
+        impl: ``"auto"`` is Triton on GPUs and Numba on CPUs; ``"reference"`` is plain PyTorch.
 
     Returns:
         ``[…, D]`` in the dtype of `x`.
