@@ -94,6 +94,18 @@ def test_documented(page, section):
         exec(compile(block, page, "exec"), {})
 
 
+@pytest.mark.parametrize("page", ["../README.md", "points.md", "epipolar.md"])
+def test_documented_in_turn(page):
+    """The blocks of Python run one after another, as a reader would paste them into one session."""
+    torch.manual_seed(0)
+    text = re.sub(r"<!-- own-kernel:begin.*?own-kernel:end -->", "", documented(page), flags=re.DOTALL)  # tests/test_testing.py
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert len(names) > len(blocks) > 0
+
+
 def test_documented_lengths():
     """The table of sizes and of the lengths above which power_attention takes chunks."""
     from sonde.power.power_attention.reference import rows_of_chunk
