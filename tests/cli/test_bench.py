@@ -50,6 +50,15 @@ def test_bench_measures_and_checks(capsys, tiny, tmp_path):
             assert r["floor"][phase]["share"] > 0
 
 
+def test_an_operator_without_the_case_is_named(capsys, tiny):
+    argv = ["bench", "sample_sum", "copy", "--device", "cpu", "--impl", "reference", "--case", OPERATORS["sample_sum"].typical]
+    code, out, err = sonde(capsys, *argv)
+    assert code == 0
+    assert "sonde: copy is left out; its cases are tiny, smaller, contiguous" in err
+    assert "\n  sample_sum" in out
+    assert "\n  copy" not in out
+
+
 def test_bench_prints_json_alone(capsys, tiny):
     code, out, _ = sonde(capsys, "bench", "sample_dot", "--device", "cpu", "--impl", "reference", "--case", "smaller", "--json")
     (record,) = json.loads(out)

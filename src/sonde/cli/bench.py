@@ -7,6 +7,7 @@ the ratios mean anything. A wrong result is reported without a speed-up, and the
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .console import IMPLS, UsageError, did_you_mean, dump, left_out, names, operators, pick, progress, table, writable
@@ -47,6 +48,9 @@ def run(options: argparse.Namespace) -> int:
     writable("--json", options.json)
     plot.check("--plot", options.plot)
     todo = jobs(options)
+    for operator in operators("bench", options.operators) if options.operators else ():
+        if all(job.operator is not operator for job in todo):
+            print(f"sonde: {operator.name} is left out; its cases are {', '.join(operator.cases.BENCH)}", file=sys.stderr)
     quiet = options.json == "-"
     records = list(measured(todo, show=not quiet))
     if not quiet:
