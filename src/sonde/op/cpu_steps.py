@@ -39,6 +39,10 @@ class CpuPass(Pass):
     def _allocator(self, like: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         return allocator.allocator_of(tuple(like.shape), tuple(like.stride()), dtype)
 
+    def allocator(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """A function that allocates uninitialised, contiguous tensors, in the memory of earlier results."""
+        return self._allocator(outline(shape), dtype)
+
     def dense(self, name: str, dtype: torch.dtype, part: Callable[[Tensor], Tensor] | None = None) -> str:
         """An argument, or `part` of it, as a contiguous tensor of this dtype; it is copied if it is not one already."""
         t = self.given[name]
@@ -47,7 +51,7 @@ class CpuPass(Pass):
         if allocator.is_dense(t, dtype):
             return name if part is None else self.view(name, name, part)
 
-        new = self._allocator(outline(t.shape), dtype)
+        new = self.allocator(t.shape, dtype)
 
         def make(x: Tensor) -> Tensor:
             x = x.detach()

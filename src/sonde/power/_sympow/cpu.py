@@ -25,24 +25,28 @@ class CpuBasis:
         self._prefixes = prefixes
         self._roots = (roots if scaled else np.ones_like(roots)).astype(cpu.NUMPY[dtype])
 
-    def blocks(self, rows: int) -> Iterator[slice]:
-        """Blocks of rows whose φ stays in a cache."""
-        step = max(1, BLOCK // max(1, self.D))
-        return (slice(start, start + step) for start in range(0, rows, step))
+    def blocks(self, matrices: int, rows: int) -> Iterator[tuple[slice, slice]]:
+        """Matrices and rows whose φ stays in a cache: some rows of one matrix, or all rows of several."""
+        most = max(1, BLOCK // max(1, self.D))
+        several, step = max(1, most // max(1, rows)), max(1, min(rows, most))
+        for first in range(0, matrices, several):
+            for start in range(0, rows, step):
+                yield slice(first, min(matrices, first + several)), slice(start, min(rows, start + step))
 
     def phi(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, d] → [R, D], in contiguous `out` if it is given."""
-        out = x.new_empty(len(x), self.D, dtype=self.dtype) if out is None else out
+        """[…, d] → […, D], in contiguous `out` if it is given."""
+        out = x.new_empty(*x.shape[:-1], self.D, dtype=self.dtype) if out is None else out
         self._run(expand, [x], out)
         return out
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """∂x [R, d], from ∂φ [R, D] of these rows."""
+        """∂x […, d], from ∂φ […, D]."""
         out = x.new_empty(x.shape, dtype=self.dtype)
         self._run(differentiate, [grad, x], out)
         return out
 
-    def _run(self, kernel: Callable[..., None], rows: Sequence[Tensor], out: Tensor) -> None:
-        arrays = [cpu.array(t.contiguous()) for t in rows]
-        grain = max(1, GRAIN // max(1, self.D))
-        cpu.run(kernel, len(out), *arrays, self._prefixes, self._roots, self.power, self.T, cpu.array(out), grain=grain)
+    def _run(self, kernel: Callable[..., None], given: Sequence[Tensor], out: Tensor) -> None:
+        rows = [t.contiguous().flatten(0, -2) for t in (*given, out)]
+        grain, basis = max(1, GRAIN // max(1, self.D)), (self._prefixes, self._roots, self.power, self.T)
+        *arrays, made = map(cpu.array, rows)
+        cpu.run(kernel, len(rows[0]), *arrays, *basis, made, grain=grain)

@@ -13,12 +13,12 @@ BLOCK = 1 << 20  # logits at a time
 def attend(x: Tensor, y: Tensor, z: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The result and its log-sum-exp."""
     out, lse = x.new_empty(*x.shape[:3], z.shape[3]), x.new_empty(x.shape[:3])
-    for b in range(len(x)):
-        for block, seen, hidden in _blocks(x, y, causal):
-            logits = _logits(x[b, :, block], y[b, :, :seen], hidden, scale)
-            lse[b, :, block] = logits.logsumexp(-1)
-            weights = _grouped(logits.softmax(-1), y.shape[1])
-            out[b, :, block] = _multiplied(weights, z[b, :, :seen]).view(*logits.shape[:2], z.shape[3])
+    for part, block, seen, hidden in _blocks(x, y, causal):
+        queries, keys, values = (t.flatten(0, 1) for t in (x[part, :, block], y[part, :, :seen], z[part, :, :seen]))
+        logits = _logits(queries, keys, hidden, scale)
+        lse[part, :, block] = logits.logsumexp(-1).view_as(lse[part, :, block])
+        weights = _grouped(logits.softmax(-1), len(keys))
+        out[part, :, block] = _multiplied(weights, values).view_as(out[part, :, block])
     return out, lse
 
 
@@ -26,22 +26,22 @@ def differentiate(
     g: Tensor, x: Tensor, y: Tensor, z: Tensor, o: Tensor, level: Tensor, causal: bool, scale: float, names: Sequence[str]
 ) -> dict[str, Tensor]:
     """The gradients in `names`; weights are computed anew from the log-sum-exp."""
-    h = y.shape[1]
     found = {name: torch.zeros_like(t) for name, t in zip("qkv", (x, y, z)) if name in names}
-    for b in range(len(x)):
-        for block, seen, hidden in _blocks(x, y, causal):
-            keys, values, queries, incoming = y[b, :, :seen], z[b, :, :seen], x[b, :, block], g[b, :, block]
-            weights = (_logits(queries, keys, hidden, scale) - level[b, :, block, None]).exp_()
-            if "v" in found:
-                found["v"][b, :, :seen] += _multiplied(_grouped(weights, h).mT, _grouped(incoming, h))
-            if "q" in found or "k" in found:
-                toward = _multiplied(_grouped(incoming, h), values.mT).view(weights.shape)
-                dots = (incoming * o[b, :, block]).sum(-1, keepdim=True)
-                weights = weights.mul_(toward.sub_(dots)).mul_(scale)
-            if "q" in found:
-                found["q"][b, :, block] = _multiplied(_grouped(weights, h), keys).view(queries.shape)
-            if "k" in found:
-                found["k"][b, :, :seen] += _multiplied(_grouped(weights, h).mT, _grouped(queries, h))
+    for part, block, seen, hidden in _blocks(x, y, causal):
+        keys, values = (t[part, :, :seen].flatten(0, 1) for t in (y, z))
+        queries, incoming, result, lse = (t[part, :, block].flatten(0, 1) for t in (x, g, o, level))
+        h, of_keys = len(keys), y[part, :, :seen].shape[:3]
+        weights = (_logits(queries, keys, hidden, scale) - lse[..., None]).exp_()
+        if "v" in found:
+            found["v"][part, :, :seen] += _multiplied(_grouped(weights, h).mT, _grouped(incoming, h)).unflatten(0, of_keys[:2])
+        if "q" in found or "k" in found:
+            toward = _multiplied(_grouped(incoming, h), values.mT).view(weights.shape)
+            dots = (incoming * result).sum(-1, keepdim=True)
+            weights = weights.mul_(toward.sub_(dots)).mul_(scale)
+        if "q" in found:
+            found["q"][part, :, block] = _multiplied(_grouped(weights, h), keys).view_as(x[part, :, block])
+        if "k" in found:
+            found["k"][part, :, :seen] += _multiplied(_grouped(weights, h).mT, _grouped(queries, h)).unflatten(0, of_keys[:2])
     return found
 
 
@@ -55,16 +55,19 @@ def _multiplied(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
 
 
-def _blocks(x: Tensor, y: Tensor, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
-    """Blocks of query rows, the number of keys that a block may see, and a mask of those that are hidden from each row."""
-    T, S = x.shape[2], y.shape[2]
-    step = max(1, min(256, BLOCK // max(1, S * x.shape[1])))
+def _blocks(x: Tensor, y: Tensor, causal: bool) -> Iterator[tuple[slice, slice, int, Tensor | None]]:
+    """Some of the batch and some of its query rows, the number of keys that these see, and a mask of those hidden from each."""
+    B, hq, T, _ = x.shape
+    S = y.shape[2]
+    step = max(1, min(256, T, BLOCK // max(1, S * hq)))
+    several = max(1, BLOCK // max(1, S * hq * step))
     keys = torch.arange(max(T, S), device=x.device)
     for start in range(0, T, step):
         rows = slice(start, min(T, start + step))
         seen = min(S, rows.stop) if causal else S
         hidden = keys[:seen] > keys[rows, None] if causal else None
-        yield rows, seen, hidden
+        for first in range(0, B, several):
+            yield slice(first, min(B, first + several)), rows, seen, hidden
 
 
 def _grouped(x: Tensor, h: int) -> Tensor:

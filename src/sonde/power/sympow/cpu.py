@@ -23,7 +23,7 @@ def forward_pass(x: Tensor, power: int, d_tile: int, scaled: bool) -> Pass:
         if out.dtype == wide:
             basis.phi(x.detach(), out)
             return
-        for rows in basis.blocks(B):
+        for _, rows in basis.blocks(1, B):
             out[rows] = basis.phi(x.detach()[rows].to(wide))
 
     p.call("sympow", run, ["x", out], writes=["out"], scratch=BLOCK * wide.itemsize * (x.dtype != wide) + x.numel() * wide.itemsize)
@@ -39,7 +39,7 @@ def backward_pass(
 
     def run(grad: Tensor, x: Tensor) -> Tensor:
         out = x.new_empty(B, d)
-        for rows in basis.blocks(B):
+        for _, rows in basis.blocks(1, B):
             out[rows] = basis.gradient(grad.detach()[rows].to(wide), x.detach()[rows].to(wide))
         return out
 

@@ -16,25 +16,25 @@ from .._sympow.cpu import CpuBasis
 
 
 def times(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """out [R, N] = φ(x) @ y."""
-    for rows in basis.blocks(len(x)):
-        torch.mm(basis.phi(x[rows]), y, out=out[rows])
+    """out [B, R, N] = φ(x) @ y."""
+    for part, rows in basis.blocks(*x.shape[:2]):
+        torch.bmm(basis.phi(x[part, rows]), y[part], out=out[part, rows])
     return out
 
 
 def sums(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """out [D, N] = φ(x)ᵀ @ y, in blocks that are added in order."""
+    """out [B, D, N] = φ(x)ᵀ @ y, in blocks that are added in order."""
     out.zero_()
-    for rows in basis.blocks(len(x)):
-        torch.addmm(out, basis.phi(x[rows]).mT, y[rows], out=out)
+    for part, rows in basis.blocks(*x.shape[:2]):
+        torch.baddbmm(out[part], basis.phi(x[part, rows]).mT, y[part, rows], out=out[part])
     return out
 
 
-def gradient(basis: CpuBasis, x: Tensor, rows_of: Tensor, state: Tensor, out: Tensor) -> Tensor:
-    """∂x [R, d]; ∂φ is the product of rows and the transposed state."""
-    for rows in basis.blocks(len(x)):
-        phi = torch.mm(rows_of[rows], state.mT, out=x.new_empty(len(x[rows]), basis.D))
-        out[rows] = basis.gradient(phi, x[rows])
+def gradient(basis: CpuBasis, x: Tensor, y: Tensor, state: Tensor, out: Tensor) -> Tensor:
+    """∂x [B, R, d], in `out`; ∂φ is the product of y and the transposed state."""
+    for part, rows in basis.blocks(*x.shape[:2]):
+        d_phi = x.new_empty(*x[part, rows].shape[:2], basis.D)
+        out[part, rows] = basis.gradient(torch.bmm(y[part, rows], state[part].mT, out=d_phi), x[part, rows])
     return out
 
 
@@ -48,14 +48,11 @@ def forward_pass(
     basis = CpuBasis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled, wide)
     shape, dtype = (B, a.shape[1] if expand == "k" else basis.D, N), a.dtype
 
+    allocate = p.allocator(shape, wide)
+
     def run(a: Tensor, b: Tensor, accumulate: Tensor | None) -> Tensor:
-        x, y = a.detach().to(wide), b.detach().to(wide)
-        out = a.new_empty(shape, dtype=wide)
-        for i in range(B):
-            if expand == "k":
-                times(basis, x[i], y[i], out[i])
-            else:
-                sums(basis, x[i].mT, y[i], out[i])
+        x, y, out = a.detach().to(wide), b.detach().to(wide), allocate()
+        times(basis, x, y, out) if expand == "k" else sums(basis, x.mT, y, out)
         out *= alpha
         if accumulate is not None:
             out += beta * accumulate.detach().to(wide)
@@ -73,31 +70,24 @@ def backward_pass(
     grad: Tensor, a: Tensor, b: Tensor, accumulate: Tensor | None, power: int, expand: str, d_tile: int, scaled: bool, alpha: float,
     beta: float, tf32: bool, *, needs: Sequence[bool], deterministic: bool,
 ) -> Pass:  # fmt: skip
-    B, wide = a.shape[0], accumulator(a, b, accumulate)
+    wide = accumulator(a, b, accumulate)
     p = CpuPass(wide, dict(grad=grad, a=a, b=b, accumulate=accumulate))
     basis = CpuBasis(a.shape[2] if expand == "k" else a.shape[1], power, d_tile, scaled, wide)
     of_a, of_b = (a.shape, a.dtype), (b.shape, b.dtype)
+    new_a, new_b = p.allocator(a.shape, wide), p.allocator(b.shape, wide)
     found: list[str] = []
     about = dict(scratch=5 * BLOCK * wide.itemsize, promise=Determinism.RUN_TO_RUN)
 
     def d_a(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
         g, x, y = grad.detach().to(wide), a.detach().to(wide), b.detach().to(wide)
-        out = a.new_empty(of_a[0], dtype=wide)
-        for i in range(B):
-            if expand == "k":
-                gradient(basis, x[i], g[i], y[i], out[i])
-            else:
-                gradient(basis, x[i].mT, y[i], g[i], out[i].mT)
+        out = new_a()
+        gradient(basis, x, g, y, out) if expand == "k" else gradient(basis, x.mT, y, g, out.mT)
         return out.mul_(alpha).to(of_a[1])
 
     def d_b(grad: Tensor, a: Tensor) -> Tensor:
         g, x = grad.detach().to(wide), a.detach().to(wide)
-        out = a.new_empty(of_b[0], dtype=wide)
-        for i in range(B):
-            if expand == "k":
-                sums(basis, x[i], g[i], out[i])
-            else:
-                times(basis, x[i].mT, g[i], out[i])
+        out = new_b()
+        sums(basis, x, g, out) if expand == "k" else times(basis, x.mT, g, out)
         return out.mul_(alpha).to(of_b[1])
 
     if needs[0]:
