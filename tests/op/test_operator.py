@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import sys
 import types
@@ -253,6 +254,26 @@ def test_what_is_wrong_with_arguments(op, x):
         op(x, 2.0, 1.0)
     with pytest.raises(TypeError, match="x must be a dense tensor"):
         op(x.to_sparse())
+
+
+def test_equal_values_are_not_the_same_call(x):
+    """0.0 == -0.0, and True == 1 in a list; a call must not take the values of an earlier one for its own."""
+
+    def signs(x: Tensor, one: float, many: list[float]) -> Tensor:
+        return x + torch.tensor([math.copysign(1, s) for s in (one, *many)], dtype=x.dtype)
+
+    def total(x: Tensor, counts: list[int]) -> Tensor:
+        return x * sum(counts)
+
+    op = sonde.operator(name(), signs, reference=signs, devices="cpu")
+    for given in (x[0, :3], x[0, :3].clone().requires_grad_()):
+        for one, many in ((0.0, [0.0, 0.0]), (-0.0, [0.0, 0.0]), (0.0, [0.0, -0.0]), (0.0, [0.0, 0.0])):
+            assert torch.equal(op(given, one, many), signs(given, one, many))
+
+    op = sonde.operator(name(), total, reference=total, devices="cpu")
+    op(x, [1, 2])
+    with pytest.raises(TypeError, match="counts must be a list of integers; got tuple with bool True"):
+        op(x, [True, 2])
 
 
 # implementations

@@ -74,8 +74,7 @@ class Parameters:
                 hint = ""
                 if isinstance(x, Tensor) and not kind.startswith("Tensor"):
                     hint = f". Use {name}.item(), which waits for the device, or annotate {name} as a Tensor"
-                got = f"{type(x).__name__} {x!r}" if isinstance(x, (bool, int, float, str)) else type(x).__name__
-                raise TypeError(f"{title}: {name} must be {words(kind)}; got {got}{hint}")
+                raise TypeError(f"{title}: {name} must be {words(kind)}; got {_found(kind, x)}{hint}")
 
 
 def _as_float(x: Any) -> Any:
@@ -189,6 +188,14 @@ def fits(kind: str, x: Any) -> bool:
         numbers: tuple[type, ...] = (int, SymInt) if kind == "SymInt" else (int, float, SymFloat, SymInt)
         return isinstance(x, numbers) and not isinstance(x, bool)
     return isinstance(x, {"Tensor": Tensor, "bool": bool, "str": str}[kind])
+
+
+def _found(kind: str, x: Any) -> str:
+    """What was passed instead, by type, and by value if it is short; of a list, the first entry that does not match."""
+    if isinstance(x, (list, tuple)) and "[]" in kind:
+        one = kind[: kind.index("[]")]
+        return f"{type(x).__name__} with {_found(one, next(entry for entry in x if not fits(one, entry)))}"
+    return f"{type(x).__name__} {x!r}" if isinstance(x, (bool, int, float, str)) else type(x).__name__
 
 
 def words(kind: str) -> str:

@@ -90,9 +90,19 @@ def key_of(args: Sequence) -> tuple:
     """Everything about the arguments that a prepared call depends on. Only a valid key if they are :func:`plain`."""
     return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, is_lazy(x))
-        if type(x) in _TENSORS else (type(x), x)
+        if type(x) in _TENSORS else (type(x), x, spelling(x))
         for x in args
     ])  # fmt: skip
+
+
+def spelling(value: Any) -> str | None:
+    """What tells a value from others that equal it: 0.0 == -0.0 and, in a tuple, 1 == 1.0 == True. None if its type does.
+
+    Tuples of ints need none, and may be long: the sizes of a pyramid's levels.
+    """
+    if isinstance(value, tuple):
+        return None if {*map(type, value)} <= {int} else repr(value)
+    return repr(value) if isinstance(value, float) and value == 0 else None
 
 
 def plain(args: Sequence) -> tuple | None:
@@ -133,7 +143,7 @@ def guard_of(args: Sequence) -> Guard:
     place = [first.setdefault(id(x), i) for i, x in enumerate(args)]  # first position of each: torch's guard refuses duplicates
     tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] == i]
     again = [(i, place[i]) for i, x in enumerate(args) if isinstance(x, Tensor) and place[i] != i]
-    values = [(i, type(x), x) for i, x in enumerate(args) if not isinstance(x, Tensor)]
+    values = [(i, type(x), x, spelling(x)) for i, x in enumerate(args) if not isinstance(x, Tensor)]
     sizes: Any = [list(args[i].shape) for i in tensors]
     strides: Any = [list(args[i].stride()) for i in tensors]
     alignment = [args[i].data_ptr() & 15 for i in tensors]
@@ -151,8 +161,11 @@ def guard_of(args: Sequence) -> Guard:
         return (
             guard_tensors([args[i] for i in tensors])
             and all([args[i] is args[j] for i, j in again])
-            and all([args[i] is x or (type(args[i]) is kind and args[i] == x) for i, kind, x in values])
-        )
+            and all([
+                args[i] is x or (type(args[i]) is kind and args[i] == x and spelling(args[i]) == spelled)
+                for i, kind, x, spelled in values
+            ])
+        )  # fmt: skip
 
     return guard if values or again else guard_tensors
 
