@@ -246,6 +246,11 @@ ATTENTION_REFUSES = {
     "shapes_negative": (dict(input_spatial_shapes=[(-6, -9), *LEVELS[1:]]), ValueError, "input_spatial_shapes must be (h, w)"),
     "starts_levels": (dict(input_level_start_index=[0, 54]), ValueError, "input_level_start_index must be [L] = [3]"),
     "starts_outside": (dict(input_level_start_index=[0, 54, S]), ValueError, "input_level_start_index must leave every level"),
+    "starts_overlap": (
+        dict(input_level_start_index=[0, 0, 0]),
+        ValueError,
+        "input_level_start_index must give every level rows of its own",
+    ),
     "starts_text": (dict(input_level_start_index="0"), TypeError, "input_level_start_index must be integers [L]"),
     "mask_text": (dict(input_padding_mask="x"), TypeError, f"input_padding_mask must be bool [1, {S}]"),
     "mask_list": (dict(input_padding_mask=[[True] * S]), TypeError, f"input_padding_mask must be bool [1, {S}]"),

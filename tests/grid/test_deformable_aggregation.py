@@ -438,6 +438,11 @@ BAD = {
         ValueError,
         ["spatial_shapes must sum to the 78 rows", "81"],
     ),
+    "starts_overlap": (  # as the originals count the starts of groups of cameras
+        dict(level_starts=((0, 30), (0, 30))),
+        ValueError,
+        ["level_starts must give every level rows of its own", "got [0, 30, 0, 30]", "level_starts=None is the running sum"],
+    ),
     "sum_of_tensor": (dict(spatial_shapes=torch.ones(2, 2, 2).long()), ValueError, ["must sum to the 78 rows", "with 4 pixels"]),
     "negative": (dict(spatial_shapes=(((-5, -6), (3, 3)), ((5, 6), (3, 3)))), ValueError, ["spatial_shapes", "got (-5, -6)"]),
     "huge": (dict(spatial_shapes=(((2**40, 0), (3, 3)), ((5, 6), (3, 3)))), ValueError, ["spatial_shapes", "2**31 - 1"]),

@@ -403,6 +403,17 @@ if given is not None:
             assert_agrees(OPERATOR, target, args, f"{sizes} {levels} {options}", slack=True)
 
 
+def test_levels_in_any_order(impl):
+    """Levels may lie in any order, and empty ones anywhere: each has rows of its own."""
+    value, _, _, locations, weights, logits = make(impl)
+    fn = OPERATOR.call(impl)
+    want = fn(value, ((5, 6), (3, 3)), None, locations, weights, logits)
+    turned = torch.cat([value[:, 30:], value[:, :30]], 1)
+    assert torch.equal(fn(turned, ((5, 6), (3, 3)), (9, 0), locations, weights, logits), want)
+    for start in (0, 17, 39):
+        fn(value, ((39, 1), (0, 3)), (0, start), locations, weights, logits)
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -418,6 +429,8 @@ BAD = {
     "floats": (dict(spatial_shapes=((5.0, 6), (3, 3))), TypeError, ["spatial_shapes must be integers", "5.0"]),
     "float_tensor": (dict(spatial_shapes=torch.ones(2, 2)), TypeError, ["spatial_shapes", "float32", ".long()"]),
     "starts_outside": (dict(level_starts=(0, 31)), ValueError, ["level_starts", "39 rows of value", "starts at 31"]),
+    "starts_overlap": (dict(level_starts=(0, 21)), ValueError, ["level_starts must give every level", "got [0, 21]"]),
+    "starts_of_tensors": (dict(level_starts=torch.tensor([9, 1])), ValueError, ["rows of its own", "got [9, 1] for"]),
     "starts_count": (dict(level_starts=(0, 30, 39)), ValueError, ["level_starts must be [L] = [2]", "got [3]"]),
     "starts_needed": (
         dict(spatial_shapes=torch.zeros(2, 2, device="meta").long()),

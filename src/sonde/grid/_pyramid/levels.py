@@ -6,6 +6,7 @@ import marshal
 import math
 import reprlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -114,6 +115,17 @@ def check(
                 f"{name}: {names.starts} must leave every level inside the {rows} rows of {argument}; got a level of "
                 f"{h}*{w} = {h * w} rows that starts at {start}. {names.starts}=None is the running sum"
             )
+    ranges = [(start, start + h * w) for (h, w), start in zip(sizes, levels[2::3])]
+    if not _ascending(ranges) and not _ascending(sorted((a, b) for a, b in ranges if a < b)):  # any order is allowed
+        raise ValueError(
+            f"{name}: {names.starts} must give every level rows of its own; got {reprlib.repr(list(levels[2::3]))} for the sizes "
+            f"{reprlib.repr(sizes)}, which overlap. {names.starts}=None is the running sum"
+        )
+
+
+def _ascending(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether each range ends before the next one begins. Of a running sum this is known even if sizes are symbolic."""
+    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
 def check_maps(name: str, **groups: Any) -> None:

@@ -102,8 +102,8 @@ def deformable_aggregation(
         features: ``[B, S, C]`` with S the sum of H·W over all cameras and levels; or a list of maps ``[B, cams, C, H, W]``, one
             for each level, then without `spatial_shapes` and `level_starts`.
         spatial_shapes: Height and width of every level, ``[cams, L, 2]``.
-        level_starts: The first row of every level, ``[cams, L]``; None computes it from the shapes, which
-            must then be known on the host: not a tensor on a GPU or under ``torch.compile``.
+        level_starts: The first row of every level, ``[cams, L]``, in any order but without overlap; None computes it
+            from the shapes, which must then be known on the host: not a tensor on a GPU or under ``torch.compile``.
         locations: Where each key point is in each camera's image, ``[B, A, P, cams, 2]``.
         weights: ``[B, A, P, cams, L, G]``; the C channels are cut into G equal groups.
         outside: ``"drop"`` or ``"zeros"``.

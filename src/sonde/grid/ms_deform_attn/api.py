@@ -81,8 +81,8 @@ def ms_deform_attn(
     Args:
         value: ``[B, S, h, D]`` with S the sum of H·W over all levels.
         spatial_shapes: Height and width of every level, ``[L, 2]``.
-        level_starts: The first row of every level, ``[L]``; None computes it from the shapes, which must then be known on the
-            host: not a tensor on a GPU or under ``torch.compile``.
+        level_starts: The first row of every level, ``[L]``, in any order but without overlap; None computes it from
+            the shapes, which must then be known on the host: not a tensor on a GPU or under ``torch.compile``.
         locations: Where each query's heads look, ``[B, Q, h, L, P, 2]``.
         weights: ``[B, Q, h, L, P]``.
         logits: Whether `weights` are logits, to which the softmax is still to be applied.
