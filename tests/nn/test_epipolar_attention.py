@@ -176,6 +176,18 @@ def test_one_graph(num_octaves):
         torch.testing.assert_close(got, want)
 
 
+def test_other_sizes_of_a_compiled_layer():
+    """Sizes that change become symbolic, which Inductor must be able to compile."""
+    layer = filled(attention())
+    features, *cameras = inputs()
+    compiled = torch.compile(layer, fullgraph=True)
+    for height, width in ((5, 4), (6, 7), (4, 9)):
+        given = torch.nn.functional.interpolate(features.flatten(0, 1), (height, width)).unflatten(0, features.shape[:2])
+        out = compiled(given, *cameras, NEAR, FAR)
+        torch.testing.assert_close(out, layer(given, *cameras, NEAR, FAR))
+        out.sum().backward()
+
+
 def test_state_dict():
     """Names of queries, keys and values match pixelSplat's attention; heads need not divide the channels."""
     layer = sonde.nn.EpipolarAttention(128, heads=4, d_head=64)

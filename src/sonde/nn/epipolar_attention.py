@@ -97,8 +97,7 @@ class EpipolarAttention(nn.Module):
         samples, depths, mask = epipolar_samples(points, K, camera, source_K, source, near, far, self.num_samples)
         if self.num_octaves:
             depths = relative_disparity(depths, near[:, None, None, None], far[:, None, None, None])
-            channels = self.depth_encoding(sources.flatten(0, 1)).unflatten(0, (B, V))
-            sources = torch.cat([sources, channels.to(sources.dtype)], 2)
+            sources = torch.cat([sources, self._encoded(sources).to(sources.dtype)], 2)
         seen = sample_attention(
             _others(sources).flatten(0, 1),
             samples,
@@ -115,6 +114,17 @@ class EpipolarAttention(nn.Module):
         keys, _ = self.to_kv.weight.view(2, self.heads, self.d_head, self.dim)
         rows = self.to_q(tokens).unflatten(-1, (self.heads, self.d_head)).transpose(1, 2)
         return torch.matmul(rows, keys)
+
+    def _encoded(self, sources: Tensor) -> Tensor:
+        """The channels that the encoding multiplies: ``[B, V, dim, H', W']`` → ``[B, V, 2·num_octaves, H', W']``.
+
+        This is `depth_encoding` as a product of matrices, since Inductor cannot compile its convolution once sizes are symbolic.
+        """
+        B, V, C, H, W = sources.shape
+        weight, bias = self.depth_encoding.weight.flatten(1), self.depth_encoding.bias
+        assert bias is not None
+        found = torch.baddbmm(bias[:, None], weight.expand(B * V, -1, -1), sources.reshape(B * V, C, H * W))
+        return found.view(B, V, 2 * self.num_octaves, H, W)
 
     def _results(self, seen: Tensor) -> Tensor:
         """Project and combine the heads' weighted sums: ``[B·V, h, Q, dim]`` → ``[B·V, Q, dim]``."""
