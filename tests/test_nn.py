@@ -448,6 +448,19 @@ def test_projection_stays_float32(monkeypatch):
     torch.testing.assert_close(cast, full, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_with_exact_cameras(dtype):
+    """A layer in half precision takes anchors and cameras in float32, in which alone they are exact enough."""
+    inputs, maps, metas = scene()
+    feature, anchor, embed = inputs
+    layer = filled(aggregation(use_camera_embed=True))
+    want = layer(*inputs, maps, metas)
+    metas = {k: x.float() for k, x in metas.items()}
+    out = layer.to(dtype)(feature.to(dtype), anchor.float(), embed.to(dtype), [x.to(dtype) for x in maps], metas)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.to(want.dtype), want, rtol=0.1, atol=0.1)
+
+
 def test_aggregation_refuses():
     with pytest.raises(ValueError, match="embed_dims must be a multiple of num_groups; got 16 and 3"):
         aggregation(num_groups=3)

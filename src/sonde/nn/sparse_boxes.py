@@ -254,7 +254,8 @@ class DeformableFeatureAggregation(nn.Module):
         """``[B, A, num_pts, num_cams, num_levels, num_groups]``"""
         B, A, _ = feature.shape
         if self.camera_encoder is not None:
-            feature = feature[:, :, None] + self.camera_encoder(projection[:, :, :3].flatten(2))[:, None]
+            cameras = projection[:, :, :3].flatten(2).to(feature.dtype)  # a layer in half precision may project in float32
+            feature = feature[:, :, None] + self.camera_encoder(cameras)[:, None]
         weights: Tensor = self.weights_fc(feature).reshape(B, A, -1, self.num_groups).softmax(-2)
         weights = weights.view(B, A, self.num_cams, self.num_levels, self.num_pts, self.num_groups)
         if self.training and self.attn_drop > 0:
