@@ -316,6 +316,27 @@ def test_refusals(name):
     assert_refused(error, f"epipolar_samples: {text}", sonde.nn.epipolar_samples, **{**RIGHT, **wrong})
 
 
+def test_intrinsics_in_pixels_are_refused():
+    """They would see nothing, so they are refused where the host can read them."""
+    pixels = torch.tensor([[200.0, 0.0, 128.0], [0.0, 200.0, 96.0], [0.0, 0.0, 1.0]]).repeat(2, 1, 1)  # of 256 × 192
+    where = r"take camera coordinates to \[0, 1\] × \[0, 1\] of the image; got a principal point at \(128, 96\)"
+    with pytest.raises(ValueError, match=f"epipolar_samples: intrinsics must {where}"):
+        sonde.nn.epipolar_samples(**{**RIGHT, "intrinsics": pixels})
+    with pytest.raises(ValueError, match=f"epipolar_samples: source_intrinsics must {where}"):
+        sonde.nn.epipolar_samples(**{**RIGHT, "source_intrinsics": pixels[:, None].expand(2, 3, 3, 3)})
+    layer = sonde.nn.EpipolarAttention(4, heads=2)
+    with pytest.raises(ValueError, match=f"EpipolarAttention: intrinsics must {where}"):
+        layer(torch.zeros(1, 2, 4, 3, 3), pixels[None], torch.zeros(1, 2, 4, 4), 1.0, 10.0)
+    sonde.nn.epipolar_samples(**{**RIGHT, "intrinsics": pixels / torch.tensor([[256.0], [192.0], [1.0]])})
+
+
+def test_intrinsics_that_are_not_pixels():
+    """Images cropped far from their principal points, homogeneous scales and cameras of zeros or NaN are computed as before."""
+    K = torch.eye(3).repeat(2, 1, 1)
+    for cropped in (K + torch.tensor([[0, 0, 20.0], [0, 0, -20.0], [0, 0, 0]]), 640 * K, 0 * K, torch.nan * K):
+        sonde.nn.epipolar_samples(**{**RIGHT, "intrinsics": cropped})
+
+
 def test_refusals_of_the_small_functions():
     assert_refused(ValueError, "pixel_centres: height must be", sonde.nn.pixel_centres, 0, 4)
     assert_refused(TypeError, "relative_disparity: depths must be", sonde.nn.relative_disparity, [1.0], 1.0, 2.0)

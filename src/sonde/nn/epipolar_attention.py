@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..grid.sample_attention.api import sample_attention
 from ..op import checks
-from .epipolar_lines import check_depth_range, epipolar_samples, pixel_centres, relative_disparity
+from .epipolar_lines import check_depth_range, check_intrinsics, epipolar_samples, pixel_centres, relative_disparity
 
 NAME = "EpipolarAttention"
 
@@ -141,6 +141,7 @@ class EpipolarAttention(nn.Module):
         if n["V"] < 2:
             raise ValueError(f"{NAME}: features must have at least 2 views, since each attends to the others; got {n['V']}")
         check_depth_range(NAME, near, far, "B V", n, features.device)
+        check_intrinsics(NAME, intrinsics=intrinsics)
         return n
 
     def extra_repr(self) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..op import checks
 
 NAME = "epipolar_samples"
+FAR = 30.0  # no image is cropped so far, in its own sizes, from where the camera looks; in pixels, those of more than 62 are
 OUTSIDE = -2.0  # the place of masked samples: outside of every image, so code that ignores the mask reads zeros
 
 
@@ -81,7 +82,8 @@ def epipolar_samples(
         Cameras look along z, x is right and y is down. Extrinsics take camera coordinates to the world; only rotation (or any
         invertible 3×3 matrix) and centre are read. Intrinsics are normalised: they take camera coordinates to [0, 1] × [0, 1], from
         the upper left corner of the image to the lower right one, whatever its resolution. If yours are in pixels, divide the first
-        row by the width and the second by the height, see ``docs/epipolar.md``. Depths are coordinates z in the query's camera, not
+        row by the width and the second by the height, see ``docs/epipolar.md``; such are refused on CPUs, where they can be read
+        without waiting. Depths are coordinates z in the query's camera, not
         distances. A query is masked in a source that sees no part of its ray, because all of it is behind the camera or outside of
         the image; also if both cameras have the same centre, so that the depth cannot be told. Masked samples are outside of the
         image, at depth `near`. Everything is in float32, or float64 if an operand is, under autocast too. Gradients of points,
@@ -120,6 +122,7 @@ def epipolar_samples(
     operands["source_extrinsics"] = (source_extrinsics, "B V 4 4")
     sizes = checks.shapes(NAME, **operands)
     check_depth_range(NAME, near, far, "B", sizes, points.device)
+    check_intrinsics(NAME, intrinsics=intrinsics, source_intrinsics=source_intrinsics)
     dtype = torch.float32
     for x in (points, intrinsics, extrinsics, source_intrinsics, source_extrinsics, near, far):
         dtype = torch.promote_types(dtype, x.dtype) if isinstance(x, Tensor) else dtype
@@ -139,6 +142,21 @@ def check_depth_range(name: str, near: Any, far: Any, pattern: str, sizes: dict[
             checks.positive(name, argument, value)
     if not isinstance(near, Tensor) and not isinstance(far, Tensor) and near > far:
         raise ValueError(f"{name}: near must be no more than far; got {near} and {far}")
+
+
+def check_intrinsics(name: str, **given: Tensor) -> None:
+    """Refuse intrinsics in pixels, with which hardly any ray is seen. Only those on CPUs can be read without waiting."""
+    for argument, K in given.items():
+        if K.device.type != "cpu" or type(K) not in (Tensor, torch.nn.Parameter) or not checks.readable(K):
+            continue
+        centres = (K[..., :2, 2] / K[..., 2:, 2]).detach().reshape(-1, 2)
+        wrong = centres[((centres - 0.5).abs() > FAR).any(-1) & centres.isfinite().all(-1)]
+        if len(wrong):
+            x, y = wrong[0].tolist()
+            raise ValueError(
+                f"{name}: {argument} must take camera coordinates to [0, 1] × [0, 1] of the image; got a principal point at "
+                f"({x:.6g}, {y:.6g}), as in pixels. Divide the first row by the width and the second by the height"
+            )
 
 
 def _samples(
