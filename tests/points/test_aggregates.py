@@ -226,7 +226,7 @@ WRONG = {
     "points must be [N, D] with D=3 (from queries); got [80, 2]": dict(points=torch.rand(80, 2)),
     "points must have at least one dimension": dict(queries=torch.rand(9, 0), points=torch.rand(80, 0)),
     "points must have 3 dimensions [B, N, D]; got 2": dict(queries=torch.rand(1, 9, 3)),
-    "batch must be a pair (query_offsets, point_offsets); got list": dict(batch=[0, 9, 80]),
+    "batch must be a pair (query_offsets, point_offsets); got a list of 3": dict(batch=[0, 9, 80]),
     "query_offsets must ascend from 0 to 9, where the last segment ends; got [0, 8]": dict(batch=([0, 8], [0, 80])),
     "point_offsets must ascend from 0 to 80, where the last segment ends; got [0, 60, 50, 80]": dict(
         batch=([0, 1, 2, 9], [0, 60, 50, 80])

@@ -136,7 +136,7 @@ def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch
     if batched:
         raise ValueError(f"{name}: batch must be None for batched points [B, N, D]; give ragged points as [N, D]")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(f"{name}: batch must be a pair (query_offsets, point_offsets); got {type(batch).__name__}")
+        raise TypeError(f"{name}: batch must be a pair (query_offsets, point_offsets); got {_of_length(batch)}")
     of_queries = offsets(name, "query_offsets", batch[0], M, device)
     of_points = offsets(name, "point_offsets", batch[1], N, device)
     if of_queries.shape != of_points.shape:
@@ -145,6 +145,11 @@ def _offsets(name: str, batch: Any, batched: bool, M: int, N: int, device: torch
             f"got {of_queries.shape[0]} and {of_points.shape[0]}"
         )
     return of_queries, of_points
+
+
+def _of_length(batch: Any) -> str:
+    kind = type(batch).__name__
+    return f"a {kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else kind
 
 
 def widths(name: str, sigma: Any, search: Search) -> tuple[Tensor | None, float]:
