@@ -176,6 +176,14 @@ def test_one_graph(num_octaves):
         torch.testing.assert_close(got, want)
 
 
+def test_traced_by_torch_jit():
+    """The trace records sizes as tensors; it serves other sizes of the features, too."""
+    layer, (features, *cameras) = filled(attention()).requires_grad_(False), inputs()
+    traced = torch.jit.trace(lambda *given: layer(*given, NEAR, FAR), (features, *cameras), check_trace=False)
+    for given in (features, features[..., :-1]):
+        torch.testing.assert_close(traced(given, *cameras), layer(given, *cameras, NEAR, FAR))
+
+
 def test_other_sizes_of_a_compiled_layer():
     """Sizes that change become symbolic, which Inductor must be able to compile."""
     layer = filled(attention())

@@ -13,6 +13,7 @@ from torch import Tensor
 from .torch_private import dispatch_modes, is_fake, transforming
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_jit_traces: Callable[[], bool] = torch.jit.is_tracing  # which has no annotations
 REALS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -154,6 +155,8 @@ def refuse_scripting(*functions: Callable[..., Any]) -> None:
 
 def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
     """Check an integer of at least `least`; booleans do not count as integers."""
+    if isinstance(value, Tensor) and _jit_traces() and value.ndim == 0 and value.dtype == torch.int64:
+        return value  # a size, which torch.jit.trace records as a tensor
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: {argument} must be an integer >= {least}; got {value!r} ({type(value).__name__})")
     if value < least:
