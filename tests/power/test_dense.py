@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
 from helpers.versions import at_least
@@ -44,6 +45,22 @@ def test_float32_is_float32():
             assert (out - (a.double() @ b.double())).norm() <= 1e-6 * out.norm()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def scaled_by_sizes(x: Tensor) -> Tensor:
+    heads, d = x.shape[1:3], x.shape[-1]
+    seen = sonde.power.power_attention(x, x, x, scale=d**-0.5) + sonde.power.attention(x, x, x, scale=d / heads[0])
+    keys = sonde.compat.retention.power_retention(x, x, x, scale=1 / heads[0])
+    factors = dict(scale=1 / heads[1], alpha=heads[0], beta=1 / d)
+    added = sonde.power.sympow_mm(x.mT, x, 2, expand="m", accumulate=x.new_ones(2, 3, 4, 2), **factors)
+    return (seen + keys).sum() + added.sum()
+
+
+def test_numbers_computed_from_symbolic_sizes():
+    """They are torch.SymFloat or torch.SymInt in a trace with symbolic sizes; the graph holds them as constants."""
+    x = random(2, 3, 4, 2)
+    graph = make_fx(scaled_by_sizes, tracing_mode="symbolic")(x)
+    torch.testing.assert_close(graph(x), scaled_by_sizes(x))
 
 
 NEW_SWITCH = """

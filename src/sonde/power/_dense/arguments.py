@@ -61,8 +61,8 @@ def tf32() -> bool:
 
 
 def number(name: str, argument: str, value: Any) -> float:
-    """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A finite number. One that a graph computes from sizes becomes a constant, as it does in torch: schemas have no others."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: {argument} must be a number; got {checks.kind(value)}")
     try:
         found = float(value)
