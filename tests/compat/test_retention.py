@@ -291,6 +291,13 @@ REFUSES = {
     "V_rows": (dict(V=V[:, :3]), ValueError, "V must be [B, T, h, e] with"),
     "heads": (dict(Q=Q[:, :, :3]), ValueError, "Q must have a multiple of the heads of K and V, 2"),
     "gates": (dict(log_G=G[..., :1]), ValueError, "log_G must be [B, T, h] with"),
+    "long_rows": (
+        dict(Q=torch.ones(B, T, HQ, 257), K=torch.ones(B, T, H, 257)),
+        ValueError,
+        "Q must have rows of 1 to 256 numbers; got 257",
+    ),
+    "no_rows": (dict(Q=Q[..., :0], K=K[..., :0]), ValueError, "Q must have rows of 1 to 256 numbers; got 0"),
+    "long_values": (dict(V=torch.ones(B, T, H, 257)), ValueError, "V must have rows of 1 to 256 numbers; got 257"),
     "deg": (dict(deg=3), ValueError, "deg must be 2 or 4; got 3"),
     "deg_6": (dict(deg=6), ValueError, "deg must be 2 or 4; got 6"),
     "switch": (dict(switch_over_seq_len=0), ValueError, "switch_over_seq_len must be an integer >= 1; got 0"),
@@ -329,6 +336,13 @@ def test_refuses(function, name):
     [
         (dict(K=None), TypeError, "K and V must be given together; got no K"),
         (dict(K=None, V=None), TypeError, "without K and V, there must be queries and an initial_state; got None"),
+        (dict(K=None, V=None, Q=None, initial_state=S), TypeError, "Q must be a tensor [B, Tq, hq, d]; got NoneType"),
+        (dict(K=None, V=None, Q=Q[0], initial_state=S), ValueError, "Q must have 4 dimensions [B, Tq, hq, d]; got 3"),
+        (
+            dict(K=None, V=None, Q=Q[:1], initial_state=S),
+            ValueError,
+            "initial_state must be [B, h, D, e] with B=1 (from Q); got [2",
+        ),
         (dict(K=K[:, :2], V=V[:, :2]), ValueError, f"K must contain the keys of all {T} queries; got 2 rows"),
         (dict(deg=4, switch_over_seq_len=T), ValueError, "there is a state for deg=2 only; got deg=4"),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..op import checks
 from ..op.dtypes import accumulator
 from ..power import PowerState, power_attention, sympow, sympow_dim
-from ..power._dense.arguments import number
+from ..power._dense.arguments import number, widths
 from ..power._dense.reference import product
 from ..power.power_attention.reference import is_rounding, least_share, length, refuse_growth, sums_of_gates
 
@@ -123,11 +123,12 @@ def power_retention_inference(
     if (K is None) != (V is None):
         raise TypeError(f"{name}: K and V must be given together; got no {'K' if K is None else 'V'}")
     if K is None or V is None:
-        if not isinstance(initial_state, Tensor) or not isinstance(Q, Tensor) or initial_state.ndim != 4 or Q.ndim != 4:
+        if not isinstance(initial_state, Tensor):
             raise TypeError(
                 f"{name}: without K and V, there must be queries and an initial_state; got {checks.kind(initial_state)}"
             )
-        (B, h, _, e), d = initial_state.shape, Q.shape[-1]
+        n = checks.shapes(name, Q=(Q, "B Tq hq d"), initial_state=(initial_state, "B h D e"))
+        B, h, d, e = n["B"], n["h"], n["d"], n["e"]
         K, V, log_G = Q.new_empty(B, 0, h, d), Q.new_empty(B, 0, h, e), None  # gates of an empty cache have no effect
     n = _check(name, Q, K, V, log_G, deg, scale, "Tq")
     if switch_over_seq_len is not None:
@@ -180,6 +181,7 @@ def _check(name: str, Q: Any, K: Any, V: Any, log_G: Any, deg: Any, scale: Any, 
     n = checks.shapes(name, **given)
     if n["h"] == 0 or n["hq"] % n["h"]:
         raise ValueError(f"{name}: Q must have a multiple of the heads of K and V, {n['h']}; got {list(Q.shape)}")
+    widths(name, Q=n["d"], V=n["e"])
     checks.choice(name, "deg", deg, DEGREES)
     if scale is not None:
         number(name, "scale", scale)

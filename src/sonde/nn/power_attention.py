@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..op import checks
-from ..power.power_attention.api import POWERS, WIDEST, PowerState, power_attention
+from ..power._dense.arguments import WIDEST
+from ..power.power_attention.api import POWERS, PowerState, power_attention
 from ..power.power_attention.reference import WIDEST_STATE
 from ..power.sympow.api import sympow_dim
 

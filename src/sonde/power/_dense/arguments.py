@@ -12,6 +12,8 @@ from torch import Tensor
 from ...op import checks
 from ...op.torch_private import constant_in_graphs
 
+WIDEST = 256  # the most numbers in a row of queries, keys or values: what a tile holds
+
 
 def matrices(name: str, least: int = 2, **operands: Any) -> tuple[tuple[int, ...], list[Tensor]]:
     """The leading dimensions that these tensors share, and each tensor with them merged into one batch dimension.
@@ -49,6 +51,13 @@ def batched(x: Tensor, least: int = 2) -> Tensor:
 def unbatched(x: Tensor, leading: Sequence[int]) -> Tensor:
     """The tensor with its first dimension split into these."""
     return x if len(leading) == 1 else x[0] if not leading else x.reshape(*leading, *x.shape[1:])
+
+
+def widths(name: str, **sizes: int) -> None:
+    """Check the lengths of rows, by argument."""
+    for argument, size in sizes.items():
+        if not 1 <= size <= WIDEST:
+            raise ValueError(f"{name}: {argument} must have rows of 1 to {WIDEST} numbers; got {size}")
 
 
 @constant_in_graphs

@@ -10,20 +10,16 @@ from ...op import checks
 from ...op.dtypes import accumulator
 from ...op.plan import Impl
 from ...op.register import operator
-from .._dense.arguments import number, tf32
+from .._dense.arguments import number, tf32, widths
 from .._dense.reference import residual_dtype
 from . import reference
-
-WIDEST = 256  # the largest d that a tile holds
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tf32: bool) -> dict[str, int]:
     n = checks.shapes("attention", q=(q, "B hq T d"), k=(k, "B h S d"), v=(v, "B h S e"))
     if n["h"] == 0 or n["hq"] % n["h"]:
         raise ValueError(f"attention: q must have a multiple of the heads of k and v, {n['h']}; got {list(q.shape)}")
-    for letter, argument in (("d", "q"), ("e", "v")):
-        if not 1 <= n[letter] <= WIDEST:
-            raise ValueError(f"attention: {argument} must have rows of 1 to {WIDEST} numbers; got {n[letter]}")
+    widths("attention", q=n["d"], v=n["e"])
     return n
 
 

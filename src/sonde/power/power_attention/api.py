@@ -11,12 +11,11 @@ from ...op import checks
 from ...op.dtypes import accumulator
 from ...op.plan import Impl
 from ...op.register import operator
-from .._dense.arguments import number, tf32
+from .._dense.arguments import number, tf32, widths
 from .._dense.reference import residual_dtype
 from .._sympow.basis import default_tile, dimension
 from . import reference
 
-WIDEST = 256  # the largest d and e
 POWERS = (2, 4)
 
 
@@ -44,9 +43,7 @@ def _shapes(
     n = checks.shapes("power_attention", **given)
     if n["h"] == 0 or n["hq"] % n["h"]:
         raise ValueError(f"power_attention: q must have a multiple of the heads of k and v, {n['h']}; got {list(q.shape)}")
-    for letter, argument in (("d", "q"), ("e", "v")):
-        if not 1 <= n[letter] <= WIDEST:
-            raise ValueError(f"power_attention: {argument} must have rows of 1 to {WIDEST} numbers; got {n[letter]}")
+    widths("power_attention", q=n["d"], v=n["e"])
     d = int(n["d"])
     if power > 2 and d > reference.WIDEST_STATE and (return_state or S is not None):
         raise ValueError(
