@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sonde
+from helpers.refusals import assert_refused
 from helpers.versions import at_least
 from sonde.power import copy, mm
 
@@ -61,6 +63,32 @@ def test_numbers_computed_from_symbolic_sizes():
     x = random(2, 3, 4, 2)
     graph = make_fx(scaled_by_sizes, tracing_mode="symbolic")(x)
     torch.testing.assert_close(graph(x), scaled_by_sizes(x))
+
+
+def scaled_by_numpy(x: Tensor) -> Tensor:
+    half, small = np.float32(0.5), 1 / np.sqrt(x.shape[-1])
+    seen = sonde.power.power_attention(x, x, x, scale=half) + sonde.power.attention(x, x, x, scale=small)
+    factors = dict(scale=half, alpha=small, beta=np.array(2.0))
+    return seen.sum() + sonde.power.sympow_mm(x.mT, x, 2, expand="m", accumulate=x.new_ones(2, 3, 4, 2), **factors).sum()
+
+
+def test_numbers_of_numpy():
+    """torch takes them too. To torch.compile they are arrays."""
+    x = random(2, 3, 4, 2)
+    expected = sonde.power.power_attention(x, x, x) + sonde.power.attention(x, x, x)
+    factors = dict(scale=0.5, alpha=2**-0.5, beta=2.0)
+    expected = expected.sum() + sonde.power.sympow_mm(x.mT, x, 2, expand="m", accumulate=x.new_ones(2, 3, 4, 2), **factors).sum()
+    torch.testing.assert_close(scaled_by_numpy(x), expected)
+    for dynamic in (False, True):
+        compiled = torch.compile(scaled_by_numpy, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(x), expected)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wrong", [np.True_, np.str_("1"), np.ones(1), np.complex64(1)], ids=str)
+def test_not_numbers(wrong):
+    x = random(2, 3, 4, 2)
+    assert_refused(TypeError, "attention: scale must be a number; got", sonde.power.attention, x, x, x, scale=wrong)
 
 
 NEW_SWITCH = """

@@ -71,7 +71,10 @@ def tf32() -> bool:
 
 def number(name: str, argument: str, value: Any) -> float:
     """A finite number. One that a graph computes from sizes becomes a constant, as it does in torch: schemas have no others."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    known = int, float, torch.SymInt, torch.SymFloat
+    if not isinstance(value, (*known, Tensor)) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # of NumPy; torch.compile sees np.float64 as an array without dimensions, not as a float
+    if isinstance(value, bool) or not isinstance(value, known):
         raise TypeError(f"{name}: {argument} must be a number; got {checks.kind(value)}")
     try:
         found = float(value)
