@@ -359,6 +359,21 @@ def test_empty(impl, sizes, d, power, chunk):
     assert (found[-1] == 2).all()
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_without_queries(impl, chunk):
+    """No heads of queries: an empty result, and the state of the keys."""
+    inputs = leaves(*made(2, 5, 2, 1, 8, 3), device=impl.device)
+    _, expected = power_attention(*inputs, chunk_size=chunk, return_state=True, impl=impl)
+    inputs[0] = inputs[0].detach()[:, :, :0].requires_grad_()
+    assert power_attention(*inputs, chunk_size=chunk, impl=impl).shape == (2, 5, 0, 3)
+    out, state = power_attention(*inputs, chunk_size=chunk, return_state=True, impl=impl)
+    assert out.shape == (2, 5, 0, 3)
+    assert all(torch.equal(x, y) for x, y in zip(state, expected))
+    q, *others = torch.autograd.grad(out.sum() + state.S.sum(), inputs)
+    assert q.shape == (2, 5, 0, 8)
+    assert all(x.any() for x in others)
+
+
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_large_products(impl, dtype, power):

@@ -43,7 +43,7 @@ def power_attention(
     most = most.detach().repeat_interleave(groups, 1) * length(x, power)[..., None]
     dead = is_rounding(norm.detach(), most, least_share(wide, q, scale))
     out = torch.where(dead, 0, total / torch.where(dead, 1, norm)).transpose(1, 2).to(q.dtype)
-    nothing = out.detach()[..., 0, :0]
+    nothing = out.detach()[..., :0].flatten(2)
     made = _state(y, values, G, S, z, norms, power, tile, wide) if return_state else [nothing.to(wide)] * 3
     return out.contiguous(), *made, *[nothing.to(wide).clone() for _ in range(4)]
 
