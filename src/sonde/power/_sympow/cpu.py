@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...op import cpu
+from .._dense.cpu import LONG
 from .basis import BLOCK, arrays
 from .cpu_kernels import differentiate, expand
 
@@ -28,7 +29,7 @@ class CpuBasis:
     def blocks(self, matrices: int, rows: int) -> Iterator[tuple[slice, slice]]:
         """Matrices and rows whose φ stays in a cache: some rows of one matrix, or all rows of several."""
         most = max(1, BLOCK // max(1, self.D))
-        several, step = max(1, most // max(1, rows)), max(1, min(rows, most))
+        several, step = max(1, most // max(1, rows)), max(1, min(rows, most, LONG))
         for first in range(0, matrices, several):
             for start in range(0, rows, step):
                 yield slice(first, min(matrices, first + several)), slice(start, min(rows, start + step))

@@ -11,6 +11,7 @@ from ...op import torch_private
 from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
+from .._dense.cpu import is_long
 from .._dense.reference import residual_dtype, scale_of
 from . import cpu_blocks, cpu_flash
 
@@ -18,7 +19,9 @@ from . import cpu_blocks, cpu_flash
 def _flash(q: Tensor, v: Tensor) -> bool:
     """Whether torch's kernel can be used, if the values of q and k allow it (``cpu_flash.applies``)."""
     known = torch_private.flash_attention is not None and torch_private.flash_attention_backward is not None
-    return known and q.shape[3] == v.shape[3] and 0 not in (*q.shape, *v.shape)
+    T, S, e = q.shape[2], *v.shape[2:]
+    exact = not (is_long(S, T, e) or is_long(T, S, e))
+    return known and exact and q.shape[3] == v.shape[3] and 0 not in (*q.shape, *v.shape)
 
 
 @by_threads

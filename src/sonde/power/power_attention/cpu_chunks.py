@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...op import cpu
+from .._dense.cpu import LONG, multiply
 from .._sympow.basis import BLOCK
 from .._sympow.cpu import CpuBasis
 from . import cpu_kernels
@@ -85,7 +86,7 @@ class Chunk:
 
     def pieces(self, rows: slice, groups: int = 1) -> Iterator[slice]:
         """Rows whose φ stays in a cache."""
-        step = max(1, BLOCK // max(1, self.n * groups * self.basis.D))
+        step = max(1, min(LONG, BLOCK // max(1, self.n * groups * self.basis.D)))
         return (slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
 
     def since(self, root: int = 1) -> Tensor:
@@ -162,14 +163,14 @@ def outputs(chunk: Chunk, rows: slice, past: State | None, norms: Tensor | None,
     `norms` [n] are the sums of ‖k‖^p before the chunk.
     """
     weights, norm = chunk.weights(rows)
-    total = torch.bmm(weights, chunk.v[:, : rows.stop]).unflatten(1, norm.shape[1:])
+    total = multiply(weights, chunk.v[:, : rows.stop]).unflatten(1, norm.shape[1:])
     most = chunk.lengths[:, rows]
     if past is not None and norms is not None:
         x = chunk.x * chunk.since(chunk.basis.power)[:, None, :, None]
         for piece in chunk.pieces(rows, chunk.groups):
             phi, here = chunk.phi(x[:, :, piece]), slice(piece.start - rows.start, piece.stop - rows.start)
-            total[:, :, here] += torch.bmm(phi, past.S).view_as(total[:, :, here])
-            norm[:, :, here] += torch.bmm(phi, past.z[..., None]).view_as(norm[:, :, here])
+            total[:, :, here] += multiply(phi, past.S).view_as(total[:, :, here])
+            norm[:, :, here] += multiply(phi, past.z[..., None]).view_as(norm[:, :, here])
         most = most + chunk.since()[:, rows] * norms[:, None]
     most = most[:, None] * length(chunk.x[:, :, rows], chunk.basis.power)
     dead = is_rounding(norm, most, least)

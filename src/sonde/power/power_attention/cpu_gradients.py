@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...op import cpu
+from .._dense.cpu import multiply
 from . import cpu_kernels
 from .cpu_chunks import Chunk, Heads, State, heads_first
 
@@ -80,7 +81,7 @@ def _within(chunk: Chunk, rows: slice, given: Gradients, d_x: Tensor, d_k: Tenso
     """Add the gradients through the weights of some rows of a chunk to those of its queries, keys and values."""
     slopes, shares = chunk.slopes(rows, *given, flows)
     x, incoming = chunk.x[:, :, rows].flatten(1, 2), given.incoming[:, :, rows].flatten(1, 2)
-    d_x[:, :, rows] += torch.bmm(slopes, chunk.k[:, : rows.stop]).view_as(d_x[:, :, rows])
+    d_x[:, :, rows] += multiply(slopes, chunk.k[:, : rows.stop]).view_as(d_x[:, :, rows])
     d_k[:, : rows.stop] += torch.bmm(slopes.mT, x)
     d_v[:, : rows.stop] += torch.bmm(shares.mT, incoming)
 
@@ -109,7 +110,7 @@ def _of_keys(chunk: Chunk, later: State, d_k: Tensor, d_v: Tensor, flows: Tensor
         d_k[:, piece] += d_keys
         if flows is not None:
             flows[:, piece] += (k * d_keys).sum(2) / chunk.basis.power
-        d_v[:, piece] += torch.bmm(chunk.phi(k), later.S) * decays[..., None]
+        d_v[:, piece] += multiply(chunk.phi(k), later.S) * decays[..., None]
 
 
 def _of_rows(chunk: Chunk, x: Tensor, y: Tensor, factors: Tensor, state: State) -> Tensor:

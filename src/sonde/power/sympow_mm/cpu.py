@@ -11,30 +11,38 @@ from ...jit.steps import Pass
 from ...op.cpu_steps import CpuPass, by_threads
 from ...op.dtypes import accumulator
 from ...op.plan import Determinism
+from .._dense.cpu import multiply
 from .._sympow.basis import BLOCK
 from .._sympow.cpu import CpuBasis
+
+FEW = 16  # blocks of rows that are added in float32
 
 
 def times(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     """out [B, R, N] = φ(x) @ y."""
     for part, rows in basis.blocks(*x.shape[:2]):
-        torch.bmm(basis.phi(x[part, rows]), y[part], out=out[part, rows])
+        multiply(basis.phi(x[part, rows]), y[part], out[part, rows])
     return out
 
 
 def sums(basis: CpuBasis, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """out [B, D, N] = φ(x)ᵀ @ y, in blocks that are added in order."""
-    out.zero_()
-    for part, rows in basis.blocks(*x.shape[:2]):
-        torch.baddbmm(out[part], basis.phi(x[part, rows]).mT, y[part, rows], out=out[part])
-    return out
+    """out [B, D, N] = φ(x)ᵀ @ y, in blocks that are added in order; if there are many, in float64."""
+    blocks = list(basis.blocks(*x.shape[:2]))
+    total = out.zero_() if len(blocks) <= FEW * len(out) else torch.zeros_like(out, dtype=torch.float64)
+    for part, rows in blocks:
+        phi = basis.phi(x[part, rows]).mT
+        if total is out:
+            torch.baddbmm(out[part], phi, y[part, rows], out=out[part])
+        else:
+            total[part] += multiply(phi, y[part, rows])
+    return out if total is out else out.copy_(total)
 
 
 def gradient(basis: CpuBasis, x: Tensor, y: Tensor, state: Tensor, out: Tensor) -> Tensor:
     """∂x [B, R, d], in `out`; ∂φ is the product of y and the transposed state."""
     for part, rows in basis.blocks(*x.shape[:2]):
         d_phi = x.new_empty(*x[part, rows].shape[:2], basis.D)
-        out[part, rows] = basis.gradient(torch.bmm(y[part, rows], state[part].mT, out=d_phi), x[part, rows])
+        out[part, rows] = basis.gradient(multiply(y[part, rows], state[part].mT, d_phi), x[part, rows])
     return out
 
 
