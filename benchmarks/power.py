@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/power.py copy mm sympow sympow_mm attention power_attention --out FOLDER
 
-Times are medians of CUDA events, with the L2 cache flushed before each run. They are device times, so replaying a CUDA graph
-would give the same. Values are compared with float64 (or float32, if that does not fit) before anything is timed.
+Times are medians of CUDA events, with the L2 cache flushed before each run: of kernels, device times; of whole calls, with what the
+host takes, and again as a CUDA graph. Values are compared with float64 (or float32, if that does not fit) before anything is timed.
+FOLDER/power.json has all records; as benchmarks/results/<device>/power.json it is what ``ship.py`` reads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sonde.cli.environment import environment
+from sonde.cli.timing import graph_ms
 from sonde.jit.bench import relative_error
 from sonde.jit.launch import bind
 from sonde.operators import OPERATORS
@@ -229,6 +232,7 @@ def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> l
         call, of = OPERATORS[name].call("triton"), [a for a in given if isinstance(a, torch.Tensor)]
         grad, plain = torch.randn_like(call(*given)), [a.detach() if isinstance(a, torch.Tensor) else a for a in given]
         note(dict(whole=True), "forward", timed(lambda: call(*plain), 5))
+        note(dict(whole=True), "forward as a graph", graph_ms(lambda: call(*plain), 0.1, timed.__dict__["flush"])["cold_ms"])
         note(dict(whole=True), "forward and backward", timed(lambda: torch.autograd.grad(call(*given), of, grad), 5))
     return lines
 
@@ -236,7 +240,7 @@ def against(name: str, case: str, args: Sequence[Any], records: list[dict]) -> l
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("operators", nargs="+", choices=CASES, help="each is measured in a process of its own")
-    parser.add_argument("--out", required=True, help="folder of the records, one JSON file for each operator")
+    parser.add_argument("--out", required=True, help="folder of the records")
     parser.add_argument("--seconds", type=float, default=170, help="after which processes that still run are killed (default: 170)")
     parser.add_argument("--cases", nargs="*", default=[], help="all of them, unless given")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -260,7 +264,7 @@ def main() -> int:
         )
         for name, log in logs.items()
     }
-    died = False
+    died, records = False, []
     for name, process in running.items():
         try:
             process.wait(max(1, deadline - time.monotonic()))
@@ -272,6 +276,13 @@ def main() -> int:
         last = progress.read_text() if progress.exists() else "nothing was started"
         print("\n".join(text if process.returncode == 0 else [*text[:60], f"{name} DIED, last: {last}"]))
         died |= process.returncode != 0
+        if process.returncode == 0:
+            records += json.loads((out / f"{name}.json").read_text())
+    about = environment(torch.device("cuda"))
+    document = {key: about[key] for key in ("device", "torch", "triton", "commit")} | dict(
+        dtype="bfloat16", script="benchmarks/power.py"
+    )
+    (out / "power.json").write_text(json.dumps(document | dict(records=records), indent=1))
     return int(died)
 
 
