@@ -1,5 +1,6 @@
 """Arguments and tools that an operator cannot handle raise a clear error before anything is launched."""
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -103,3 +104,12 @@ def test_onnx_export(name, tmp_path):
 
     torch.onnx.export(Model(), call.args, tmp_path / "model.onnx", dynamo=True, verbose=False)
     assert (tmp_path / "model.onnx").stat().st_size
+
+
+@pytest.mark.parametrize("value", [np.int64(2), np.uint8(2), torch.tensor(2)], ids=repr)
+def test_other_integers(value):
+    """NumPy's integers and tensors are refused by name, with what to write instead; booleans have no such advice."""
+    with pytest.raises(TypeError, match=r"knn: k must be an integer >= 1; got .*2.*\. Use int\(k\)"):
+        sonde.knn(torch.rand(3, 3), torch.rand(5, 3), value)
+    with pytest.raises(TypeError, match=r"got True \(bool\)$"):
+        sonde.knn(torch.rand(3, 3), torch.rand(5, 3), True)

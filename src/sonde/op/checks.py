@@ -158,7 +158,8 @@ def count(name: str, argument: str, value: Any, least: int = 0) -> Any:
     if isinstance(value, Tensor) and _jit_traces() and value.ndim == 0 and value.dtype == torch.int64:
         return value  # a size, which torch.jit.trace records as a tensor
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: {argument} must be an integer >= {least}; got {value!r} ({type(value).__name__})")
+        hint = f". Use int({argument})" if hasattr(value, "__index__") and not isinstance(value, bool) else ""  # of NumPy, say
+        raise TypeError(f"{name}: {argument} must be an integer >= {least}; got {value!r} ({type(value).__name__}){hint}")
     if value < least:
         raise ValueError(f"{name}: {argument} must be an integer >= {least}; got {value}")
     return value
