@@ -57,7 +57,7 @@ def _product(
         i, j = grouped(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
         batch = batch_program()
         m, n, k = places(i * BM, BM, OFFSET), places(j * BN, BN, OFFSET), places(0, BK, OFFSET)
-        a_step, b_step = step(a_column, UNITS[1]), step(b_row, UNITS[2])
+        a_step, b_step = step(a_column, UNITS[1], OFFSET), step(b_row, UNITS[2], OFFSET)
         a_tile = a + batch * multiple(a_batch, max(UNITS[0], UNITS[1])) + (m[:, None] * step(a_row, UNITS[0]) + k[None, :] * a_step)
         b_tile = (
             b + batch * multiple(b_batch, max(UNITS[2], UNITS[3])) + (k[:, None] * b_step + n[None, :] * step(b_column, UNITS[3]))

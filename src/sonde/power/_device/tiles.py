@@ -16,10 +16,15 @@ def multiple(n, UNIT: tl.constexpr):
 
 
 @triton.jit
-def step(stride, UNIT: tl.constexpr):
-    """A stride; UNIT 0 stands for a stride of 1, which must be a constant so that neighbours are loaded together."""
+def step(stride, UNIT: tl.constexpr, OFFSET: tl.constexpr = tl.int32):
+    """A stride; UNIT 0 stands for a stride of 1, which must be a constant so that neighbours are loaded together.
+
+    A stride that is multiplied by a position of fewer bits than OFFSET needs OFFSET itself.
+    """
     if UNIT == 0:
         return 1
+    elif OFFSET == tl.int64:  # noqa: SIM300 (a constant on the left is no better)
+        return (stride // UNIT * UNIT).to(tl.int64)
     else:
         return stride // UNIT * UNIT
 

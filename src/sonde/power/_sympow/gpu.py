@@ -42,7 +42,7 @@ def problem_of(
     slabs = [s for s in (x, y, z) if s is not None]
     common = common_dtype(*(s.dtype for s in slabs))
     strides: Any = [s.strides if s is not None else NO_STRIDES for s in (x, y, z)]
-    far = max([s.extent for s in slabs] + [R * N, dimension(d, power, T) * max(N, 1)]) >= 2**31
+    far = max([s.extent for s in slabs] + [R * N, R * d, dimension(d, power, T) * max(N, 1)]) >= 2**31
     return Problem(
         B, R, N, d, dimension(d, power, T), power, T, scaled, strides[0], strides[1], strides[2],
         units=(*units(x), *units(y), *units(z), vector_of(16, N) if N else 16), common=common, wide=wide,
@@ -76,7 +76,7 @@ def _far(p: Problem) -> tl.dtype:
 
 def launch_expand(p: Problem, c: Config) -> Launch:
     about = p.D, p.power, p.T, p.T**p.power, p.scaled, p.paired
-    constants = *about, triton_dtype(p.wide), p.units, c.block_r, c.block_d
+    constants = *about, triton_dtype(p.wide), _far(p), p.units, c.block_r, c.block_d
     grid = cdiv(p.R, c.block_r) * cdiv(p.D, c.block_d), 1, 1
     limit = None if p.paired else ALL_REGISTERS
     return Launch(grid, (p.R, *p.x[1:]), constants, c.num_warps, c.num_stages, registers=limit)

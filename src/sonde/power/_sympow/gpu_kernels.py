@@ -30,6 +30,7 @@ def _expand(
     SCALED: tl.constexpr,
     PAIRED: tl.constexpr,
     ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
     UNITS: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
@@ -39,7 +40,7 @@ def _expand(
     row = places(tl.program_id(0) // across * BR, BR, tl.int64)[:, None]
     column = tile * BD + tl.arange(0, BD)[None, :]
     inside = (row < R) & (column < D)
-    x_rows, x_step = x + row * step(x_row, UNITS[0]), step(x_column, UNITS[1])
+    x_rows, x_step = x + row * step(x_row, UNITS[0]), step(x_column, UNITS[1], OFFSET)
     if PAIRED:
         s, t = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
         pieces = x_rows + tl.arange(0, T)[None, :] * x_step
@@ -109,7 +110,7 @@ def _times(
     row = places(tl.program_id(0) // across * BR, BR, OFFSET)
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
     in_rows, in_columns = (row < R)[:, None], (column < N)[None, :]
-    x_step, y_step = step(x_column, UNITS[1]), step(y_row, UNITS[2])
+    x_step, y_step = step(x_column, UNITS[1], OFFSET), step(y_row, UNITS[2], OFFSET)
     x_rows = x + batch * multiple(x_batch, max(UNITS[0], UNITS[1])) + row[:, None] * step(x_row, UNITS[0])
     y_columns = y + batch * multiple(y_batch, max(UNITS[2], UNITS[3])) + column[None, :] * step(y_column, UNITS[3])
     total = tl.zeros([BR, BN], ACC)
@@ -191,7 +192,7 @@ def _sums(
     k = tile * BD + tl.arange(0, BD)  # columns of φ
     column = places(tl.program_id(0) % across * BN, BN, OFFSET)
     in_columns = (column < N)[None, :]
-    x_step, y_step = step(x_column, UNITS[1]), step(y_row, UNITS[2])
+    x_step, y_step = step(x_column, UNITS[1], OFFSET), step(y_row, UNITS[2], OFFSET)
     x += batch * multiple(x_batch, max(UNITS[0], UNITS[1]))
     y_rows = y + batch * multiple(y_batch, max(UNITS[2], UNITS[3])) + column[None, :] * step(y_column, UNITS[3])
     factor = exact(alpha, alpha_low, ACC)
@@ -292,7 +293,7 @@ def _gradient(
     j = tl.program_id(0) // blocks
     s, digit = j // T, j % T
     in_rows = (row < R)[:, None]
-    x_step = step(x_column, UNITS[1])
+    x_step = step(x_column, UNITS[1], OFFSET)
     x_rows = x + batch * multiple(x_batch, max(UNITS[0], UNITS[1])) + row[:, None] * step(x_row, UNITS[0])
     y_rows = y + batch * multiple(y_batch, max(UNITS[2], UNITS[3])) + row[:, None] * step(y_row, UNITS[2])
     if z is not None:
@@ -331,8 +332,8 @@ def _gradient(
                 before = u_q
             k = (rank * SPAN + within).to(OFFSET)
             phi = power_gradient(
-                y_rows, z, k, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, known, N,
-                z is not None, ACC, COMMON, PRECISION, BR, BN, BD,
+                y_rows, z, k, step(y_column, UNITS[3], OFFSET), step(z_row, UNITS[4]), step(z_column, UNITS[5], OFFSET), in_rows,
+                known, N, z is not None, ACC, COMMON, PRECISION, BR, BN, BD,
             )  # fmt: skip
             if SCALED:
                 phi *= tl.load(roots + rank, mask=known, other=0).to(ACC)[None, :]
@@ -380,7 +381,7 @@ def _paired_gradient(
     batch = batch_program()
     row = places(tl.program_id(0) * BR, BR, OFFSET)
     in_rows = (row < R)[:, None]
-    x_step = step(x_column, UNITS[1])
+    x_step = step(x_column, UNITS[1], OFFSET)
     pieces = (
         x
         + batch * multiple(x_batch, max(UNITS[0], UNITS[1]))
@@ -396,8 +397,8 @@ def _paired_gradient(
     for tile in range(n * (n + 1) // 2):
         k = (tile * (T * T) + tl.arange(0, T * T)).to(OFFSET)
         phi = power_gradient(
-            y_rows, z, k, step(y_column, UNITS[3]), step(z_row, UNITS[4]), step(z_column, UNITS[5]), in_rows, k >= 0, N,
-            z is not None, ACC, COMMON, PRECISION, BR, BN, T * T,
+            y_rows, z, k, step(y_column, UNITS[3], OFFSET), step(z_row, UNITS[4]), step(z_column, UNITS[5], OFFSET), in_rows,
+            k >= 0, N, z is not None, ACC, COMMON, PRECISION, BR, BN, T * T,
         )  # fmt: skip
         if SCALED:
             phi *= tl.where(s == t, tl.full([], 1, ACC), tl.full([], 1.4142135623730951, ACC))
