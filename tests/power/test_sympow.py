@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import sonde
+from helpers.devices import OneDevice
 from sonde.power import sympow, sympow_dim, sympow_mm
 
 EVERY = [(d, p, t) for d in (8, 12, 16, 64) for p in (1, 2, 3, 4) for t in range(1, d + 1) if d % t == 0]
@@ -130,3 +131,15 @@ def test_dimensions():
     with pytest.raises(ValueError, match="sympow_dim"):
         sympow_dim(64, 2, 5)
     assert sonde.power.sympow_dim(7, 3) == sympow_dim(7, 3, 1) == 84
+
+
+def test_tables_are_computed_without_waiting():
+    """In a graph capture, tables are computed on the device: the same, and nothing is copied from the host."""
+    from sonde.power._sympow.basis import arrays, computed
+
+    for n, power in [(1, 1), (1, 4), (5, 0), (5, 1), (16, 2), (7, 3), (6, 4)]:
+        for x, y in zip(computed(n, power, torch.device("cpu")), arrays(n, power), strict=True):
+            assert torch.equal(x, torch.from_numpy(y)), (n, power)
+            assert x.dtype == torch.from_numpy(y).dtype
+        with OneDevice():
+            assert [x.shape for x in computed(n, power, torch.device("meta"))] == [x.shape for x in arrays(n, power)]

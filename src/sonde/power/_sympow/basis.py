@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate, product
 from math import factorial, prod, sqrt
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 MOST = 4  # the largest power
+MOST_KEPT = 1024  # tables
 BLOCK = 1 << 19  # numbers of φ at a time, so that they stay in a cache
 CPU = torch.device("cpu")
 
@@ -66,21 +68,43 @@ def arrays(n: int, power: int) -> tuple[Any, Any]:
     return u if power else np.zeros((1, 1), np.int32), roots
 
 
-_kept: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+_kept: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}  # never evicted: a captured graph may hold the addresses
 
 
 def tables(n: int, power: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``sequences`` as int32 [tiles, power] and roots as float64 [tiles], kept on the device."""
+    """``sequences`` as int32 [tiles, power] and roots as float64 [tiles], kept on the device.
+
+    Tables that are made during a graph capture belong to the graph and are not kept.
+    """
     key = n, power, device
     found = _kept.get(key)
     if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy from the host would wait for the device
+            return computed(n, power, device)
         u, roots = (torch.from_numpy(x.copy()).to(device) for x in arrays(n, power))
         found = u, roots
-        if type(u) is Tensor and device.type != "meta":  # tensors made under a tracer must not be cached
-            if len(_kept) >= 64:
-                _kept.clear()
+        if type(u) is Tensor and device.type != "meta" and len(_kept) < MOST_KEPT:  # nor are those made under a tracer
             _kept[key] = found
     return found
+
+
+def computed(n: int, power: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same as ``arrays``, computed on the device, without waiting for it."""
+    u = torch.zeros(1, 0, dtype=torch.int64, device=device)
+    last = torch.zeros(1, dtype=torch.int64, device=device)
+    for i in range(power):
+        counts = n - last
+        row = torch.repeat_interleave(torch.arange(len(u), device=device), counts, output_size=tile_count(n, i + 1))
+        begin = counts.cumsum(0) - counts
+        last = last[row] + torch.arange(len(row), device=device) - begin[row]
+        u = torch.cat([u[row], last[:, None]], 1)
+    roots = torch.ones(len(u), dtype=torch.float64, device=device)
+    for repeated in product((False, True), repeat=max(0, power - 1)):  # which indices equal the one before
+        these = torch.ones(len(u), dtype=torch.bool, device=device)
+        for i, same in enumerate(repeated):
+            these &= (u[:, i + 1] == u[:, i]) == same
+        roots.masked_fill_(these, root([0, *accumulate(not same for same in repeated)]))
+    return u.int() if power else torch.zeros(1, 1, dtype=torch.int32, device=device), roots
 
 
 class Basis:
