@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import sonde
 from helpers.spies import spy
-from sonde.jit import PickFixed
+from sonde.jit import Pass, PickFixed
 from sonde.operators import OPERATORS
 from sonde.power import power_attention, sympow
 from sonde.power.power_attention import api, reference
@@ -639,3 +640,14 @@ def test_exported_for_lengths_on_one_side_of_a_chunk(chunk, low, high):
     program = torch.export.export(Model(), inputs(low + 1), dynamic_shapes=({1: length},) * 3).module()
     for T in (low, min(high, 300)):
         torch.testing.assert_close(program(*inputs(T)), Model()(*inputs(T)))
+
+
+def test_states_of_a_gpu_that_is_not_here(triton_target, monkeypatch):
+    """A release build compiles on CPU tensors what a GPU will run: bfloat16 states."""
+    gpu, plan = (import_module(f"sonde.{name}") for name in ("power.power_attention.gpu", "op.plan"))
+    x = torch.empty(1, 9, 2, 8, dtype=torch.bfloat16)
+    p = Pass(x.device, torch.float32, dict(q=x))
+    assert gpu._kept(x, x, x, 2, p) == torch.float32
+    monkeypatch.setattr(plan, "only_compiled", True)
+    assert gpu._kept(x, x, x, 2, p) == torch.bfloat16
+    assert gpu._kept(x, x, x.half(), 2, p) == gpu._kept(x, x, x, 4, p) == torch.float32

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...jit.launch import has_tf32, is_hopper, vector_of
 from ...jit.steps import Pass
+from ...op import plan
 from ...op.dtypes import accumulator
 from .._dense.gpu import common_dtype, operand
 from .._dense.reference import residual_dtype
@@ -101,7 +102,7 @@ def forward_pass(
     lost = p.buffer("lost", (B, T, hq, e) if lost_dtype else nothing, lost_dtype or q.dtype)
     several = n.chunks > 1
     shapes = [(B, n.chunks, n.h, n.D, e), (B, n.chunks, n.h, n.D)] if several or S is not None else [nothing] * 2
-    kinds = kept_dtype(q, k, v, power, wide, p.device) if shapes[0] != nothing else wide, wide
+    kinds = _kept(q, k, v, power, p) if shapes[0] != nothing else wide, wide
     kept = [p.buffer(name, shape, kind) for name, shape, kind in zip(("states", "moments"), shapes, kinds)]
     saved = kept if several else [p.buffer(name, nothing, wide) for name in ("no states", "no moments")]
     writes = ["out", *(KEPT if return_state else ())]
@@ -127,6 +128,12 @@ def forward_pass(
          lengths if n.crossed else None, out, rates, lost if lost_dtype else None], writes=["out"],
     )  # fmt: skip
     return p.returns(out, *new, rates, lost, *saved)
+
+
+def _kept(q: Tensor, k: Tensor, v: Tensor, power: int, p: Pass) -> torch.dtype:
+    """The dtype of the states between chunks; where kernels are compiled for a GPU that is not here, that GPU's."""
+    device = torch.device("cuda") if plan.only_compiled else p.device
+    return kept_dtype(q, k, v, power, p.accumulator, device)
 
 
 def _past_sums(p: Pass, n: Problem, q: str, about: dict[str, str | None], kept: Sequence[str]) -> list[str | None]:
@@ -229,7 +236,7 @@ def backward_pass(
     elif n.crossed or return_state:
         if of_gates and n.crossed:
             flows = p.buffer("flows", (n.B * n.h, n.chunks + 1, gpu_launches.flow_columns(n)), wide)
-        kind = kept_dtype(q, k, v, power, wide, p.device)
+        kind = _kept(q, k, v, power, p)
         after = _after(p, n, slots, about, (past_rate, past_shift), end if of_begin else None, kind, before, flows)
         if after[0] is not None:
             of_keys = _past_keys(p, n, slots, about, after)
