@@ -120,7 +120,8 @@ def paired_gradient_config(p: Problem) -> Config:
 
 def paired_gradient_candidates(p: Problem) -> list[Config]:
     span = p.T * p.T
-    shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 3)]
+    shapes = [(64, 64, 4, 2), (64, 64, 4, 1), (128, 64, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2),
+              (128, 64, 8, 3)]  # fmt: skip
     if not _half(p):
         shapes = [(16, 16, 8, 1), (16, 32, 4, 1), (32, 16, 8, 1), (16, 64, 8, 1)]
     return [paired_gradient_config(p), *(Config(r, n, span, w, s) for r, n, w, s in shapes)]

@@ -72,6 +72,7 @@ def forward_candidates(p: Problem) -> list[Config]:
     if not p.half:
         shapes = [(32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 1), (16, 16, 2, 1)]
     described = [
+        (64, 64, 4, 2),  # with d = 64, one more block fits on a multiprocessor than with three stages
         (128, 128, 8, 2),
         (128, 64, 4, 3),
         (128, 64, 8, 3),
@@ -113,7 +114,9 @@ def query_candidates(p: Problem) -> list[Config]:
 
 
 def key_candidates(p: Problem) -> list[Config]:
-    return [key_config(p), *_candidates(p)]
+    aligned = p.half and min(p.units[:3]) >= 8 and p.widest <= 128
+    wide = [Config(64, 128, 8, 1) if p.widest <= 64 else Config(32, 128, 8, 1)] if aligned else []
+    return [key_config(p), *wide, *_candidates(p)]
 
 
 def _candidates(p: Problem) -> list[Config]:

@@ -199,7 +199,8 @@ def past_sums_config(p: Past) -> Config:
 
 
 def past_sums_candidates(p: Past) -> list[Config]:
-    shapes = [(128, 2, 4, 3), (128, 1, 4, 3), (128, 4, 4, 3), (128, 2, 4, 2), (128, 4, 4, 2), (64, 4, 4, 3), (256, 4, 8, 3)]
+    shapes = [(128, 2, 4, 3), (256, 2, 8, 3), (128, 1, 4, 3), (64, 2, 4, 3), (128, 2, 4, 2), (128, 4, 4, 2), (256, 4, 8, 3),
+              (128, 4, 4, 3), (64, 4, 4, 3)]  # fmt: skip
     if not p.half:
         shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 1, 8, 1), (64, 1, 8, 1)]
     return [past_sums_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]
@@ -214,7 +215,8 @@ def past_gradients_config(p: Past) -> Config:
 
 
 def past_gradients_candidates(p: Past) -> list[Config]:
-    shapes = [(128, 4, 4, 3), (128, 2, 4, 4), (64, 4, 4, 3), (128, 4, 4, 2), (64, 4, 4, 2), (128, 2, 4, 2), (128, 2, 8, 2)]
+    shapes = [(128, 4, 4, 3), (256, 4, 8, 3), (256, 4, 8, 2), (128, 2, 4, 4), (64, 4, 4, 3), (128, 4, 4, 2), (64, 4, 4, 2),
+              (128, 2, 4, 2), (128, 2, 8, 2)]  # fmt: skip
     if not p.half:
         shapes = [(16, 1, 4, 1), (32, 1, 4, 1), (32, 2, 8, 1), (64, 1, 8, 1)]
     return [past_gradients_config(p), *(Config(m, 0, n, w, s) for m, n, w, s in shapes)]

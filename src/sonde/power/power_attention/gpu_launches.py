@@ -16,6 +16,9 @@ prepare, moments, scan, spread = gpu_states._prepare, gpu_states._moments, gpu_s
 row_factors, gate_gradient = gpu_gradients._row_factors, gpu_gradients._gate_gradient
 
 
+REGISTERS_FOR_THREE = 168  # of a thread, so that three blocks of four warps fit on a multiprocessor
+
+
 def _sizes(p: Problem) -> tuple[int, ...]:
     """One list for all kernels, though `_prepare` and `_gate_gradient` do not read the groups, `_query_gradients` not the number of
     chunks, and `_row_factors` neither their number nor their length."""
@@ -117,7 +120,9 @@ def _past_constants(p: Past) -> tuple:
 
 def launch_past_sums(p: Past, c: Config) -> Launch:
     sizes = p.h, p.groups, p.T, p.C, p.chunks, p.first, *p.x
-    return _launch(p, c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, _even(p, c.block_m), c.block_m, c.parts))
+    made = _launch(p, c, _past_grid(p, c), sizes, (*_past_constants(p), p.x_unit, _even(p, c.block_m), c.block_m, c.parts))
+    third = p.half and p.hopper and p.widest <= 64 and c.num_warps == 4 and c.parts <= 2  # a multiprocessor holds a third block
+    return made._replace(registers=REGISTERS_FOR_THREE) if third else made
 
 
 def launch_past_gradients(p: Past, c: Config) -> Launch:
