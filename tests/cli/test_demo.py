@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from helpers.commands import CPU, MEASURED, sonde
+from helpers.commands import CPU, MEASURED, small, sonde
 from sonde.cli import bench, demo, protocol
 from sonde.operators import OPERATORS
 
@@ -15,9 +15,12 @@ from sonde.operators import OPERATORS
 def test_demo(capsys, tiny, monkeypatch):
     monkeypatch.setattr(bench, "device", lambda name: CPU)
     honest = protocol.measure
-    monkeypatch.setattr(
-        protocol, "measure", lambda job, *a, **k: honest(protocol.Job(job.operator, job.case, job.sizes, CPU, "reference"), *a, **k)
-    )
+
+    def measure(job, *given, **options):
+        assert job.inputs()  # the demo's own sizes are those of arguments
+        return honest(protocol.Job(job.operator, job.case, small(job.operator), CPU, "reference"), *given, **options)
+
+    monkeypatch.setattr(protocol, "measure", measure)
     monkeypatch.setattr(demo, "announce_compilation", lambda todo: None)
     monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
     code, out, err = sonde(capsys, "demo")
