@@ -63,7 +63,7 @@ def main() -> None:
                 parser.exit(1, f"{name} {case} is wrong: {found['wrong']}\n")
             ratios = [found["speedup"]["eager"][phase]["call_ms"] for phase in ("forward", "forward_backward")]
             print(f"| `{name}` {case} | " + " | ".join(f"{ratio:.2g}×" for ratio in ratios) + " |", flush=True)
-    dump(records, str(RESULTS / slug(records[0]["environment"]) / "power.json"))
+    dump(dict(script="benchmarks/power_cpu.py", records=records), str(RESULTS / slug(records[0]["environment"]) / "power.json"))
 
 
 if __name__ == "__main__":
