@@ -35,7 +35,6 @@ def forward_pass(
     kept = [(B, chunks, h, D, e), (B, chunks, h, D)] if chunks > 1 else [(B, T, 0)] * 2
     dtypes = dtype, wide, wide, wide, wide, lost or dtype, wide, wide
     shapes: list[tuple[int, ...]] = [(B, T, hq, e), *state, (B, T, hq), (B, T, hq, e) if lost else (B, T, 0), *kept]
-
     allocators = [p.allocator(shape, x) for shape, x in zip(shapes, dtypes)]
 
     def run(

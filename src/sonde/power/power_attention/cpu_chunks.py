@@ -166,9 +166,9 @@ def outputs(chunk: Chunk, rows: slice, past: State | None, norms: Tensor | None,
     total = multiply(weights, chunk.v[:, : rows.stop]).unflatten(1, norm.shape[1:])
     most = chunk.lengths[:, rows]
     if past is not None and norms is not None:
-        x = chunk.x * chunk.since(chunk.basis.power)[:, None, :, None]
-        for piece in chunk.pieces(rows, chunk.groups):
-            phi, here = chunk.phi(x[:, :, piece]), slice(piece.start - rows.start, piece.stop - rows.start)
+        x = chunk.x[:, :, rows] * chunk.since(chunk.basis.power)[:, None, rows, None]
+        for here in chunk.pieces(slice(0, x.shape[2]), chunk.groups):
+            phi = chunk.phi(x[:, :, here])
             total[:, :, here] += multiply(phi, past.S).view_as(total[:, :, here])
             norm[:, :, here] += multiply(phi, past.z[..., None]).view_as(norm[:, :, here])
         most = most + chunk.since()[:, rows] * norms[:, None]
