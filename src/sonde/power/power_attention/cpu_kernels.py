@@ -160,9 +160,6 @@ def inner(start, stop, x, y, out):
     """Add Σ x y to each number of out [heads, ·], where x and y are [heads, ·] too."""
     for head in range(start, stop):
         total = 0.0
-        for at in range(0, x.shape[1], RUN):
-            run = x.dtype.type(0)
-            for i in range(at, min(at + RUN, x.shape[1])):
-                run += x[head, i] * y[head, i]
-            total += run
+        for i in range(x.shape[1]):
+            total += np.float64(x[head, i]) * y[head, i]
         out[head] += total
